@@ -1,0 +1,1 @@
+"""The whitening operation: one call for all slices."""

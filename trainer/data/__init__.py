@@ -1,0 +1,1 @@
+"""What is on disk, the plan of each step, and the views drawn from it."""

@@ -1,0 +1,1 @@
+"""What was learnt: features, linear probe, k-NN, report."""
