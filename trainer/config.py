@@ -1,0 +1,242 @@
+"""What a run is: strict, read-only dataclasses, one section a part of the program. `config_check` has what must hold.
+
+Units stand in the names: `..._steps`, `..._epochs`, `..._minutes`. Epochs become steps once, in `trainer.schedule`.
+Derived numbers (images a rank, steps an epoch) are no settings; `trainer.loop` computes and prints them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images, and how they are read."""
+
+    root: str = ""
+    """Folder of the set: one made by `wmse prepare`, or an image folder in ImageNet's layout."""
+    train_split: str = "train"
+    """Split that is trained on."""
+    test_split: str = "val"
+    """Split that the evaluation measures on."""
+    images_per_step: int = 1024
+    """Images of one optimizer step, all ranks together (each becomes num_views views)."""
+    threads: int = 0
+    """DALI threads and reader threads of a rank; 0: as many as the cores this rank may use."""
+    read_ahead_steps: int = 3
+    """Steps whose files are read, and decoded, ahead of need."""
+    max_bad_share: float = 0.01
+    """Largest share of unreadable images (of those read so far, once 100 are bad) before the run stops, 0..1."""
+
+
+@dataclass(frozen=True)
+class ViewsConfig:
+    """The augmentation recipe: every random choice is drawn by `trainer.data.plan` from these."""
+
+    num_views: int = 4
+    """Views d of each image."""
+    side: int = 224
+    """Side of a view, pixels."""
+    crop_area: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of the image's area in a crop."""
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Smallest and largest width/height of a crop (uniform in the logarithm)."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """How a crop is resized; antialiased either way."""
+    flip_probability: float = 0.5
+    """Probability of a horizontal flip."""
+    color_probability: float = 0.8
+    """Probability that brightness, contrast, saturation and hue change (in random order)."""
+    brightness: float = 0.8
+    """The factor is uniform in [max(0, 1 - b), 1 + b]."""
+    contrast: float = 0.8
+    """The factor is uniform in [max(0, 1 - c), 1 + c]; the pivot is the mean grey."""
+    saturation: float = 0.8
+    """The factor is uniform in [max(0, 1 - s), 1 + s]."""
+    hue: float = 0.2
+    """The rotation is uniform in [-h, h], as a fraction of the full turn (0.1 is 36 degrees); at most 0.5."""
+    gray_probability: float = 0.2
+    """Probability that a view loses its colour, after the jitter."""
+    blur_probability: float = 0.5
+    """Probability of a Gaussian blur, last of all."""
+    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    """Smallest and largest standard deviation of the blur, pixels."""
+    blur_window: int = 23
+    """Largest number of taps of the blur, odd; windows are cut at 4 sigma."""
+    order: Literal["crop_first", "color_first"] = "crop_first"
+    """crop_first: SimCLR's order. color_first: colour acts on the whole image, so contrast pivots on its mean grey."""
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Subtracted from the pixels scaled to 0..1, a channel each."""
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Divides the pixels after the mean is subtracted."""
+    test_resize: int = 256
+    """Evaluation: the shorter edge is resized to this, then the centre of `side` x `side` is cut out."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Encoder and projector."""
+
+    backbone: str = "resnet50"
+    """Name of a timm model; its classifier is left out."""
+    stem: Literal["imagenet", "small", "small_pool", "half"] = "imagenet"
+    """imagenet: as timm has it. small: first convolution 3x3 stride 1, no max-pool (CIFAR). small_pool: the same with
+    max-pool (STL-10, Tiny ImageNet). half: 3x3 stride 2, no max-pool (28 px sets)."""
+    zero_init_last: bool = True
+    """Start the gamma of each residual block's last BatchNorm at 0."""
+    projector: Literal["mlp", "simclr"] = "simclr"
+    """mlp: Linear-BN-ReLU for each hidden size, then Linear, with biases. simclr: no biases, BatchNorm after every
+    Linear (the last without a shift), ReLU after all but the last."""
+    projector_hidden: tuple[int, ...] = (2048, 2048)
+    """Hidden sizes of the projector."""
+    embedding_size: int = 128
+    """Size k of an embedding, the projector's output."""
+    encoder_batch_norm: Literal["per_view", "joint"] = "joint"
+    """Whether the encoder's BatchNorm takes its statistics from each view index alone or from all views together."""
+    projector_batch_norm: Literal["per_view", "joint"] = "joint"
+    """The same for the projector."""
+    batch_norm_ranks: Literal["local", "all"] = "local"
+    """Whether BatchNorm statistics come from the rank's own rows or from the rows of all ranks."""
+    activation_checkpointing: bool = False
+    """Compute the encoder's blocks again in backward instead of keeping their activations: less memory, more time."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """W-MSE (Ermolov et al., ICML 2021, section 3)."""
+
+    slice_size: int = 256
+    """Rows M that are whitened together; the paper takes twice the embedding size."""
+    iterations: int = 1
+    """Slicings a step; each after the first permutes the images inside blocks of `permutation_block`."""
+    permutation_block: int = 512
+    """Images that are permuted among themselves for iterations after the first; a multiple of slice_size."""
+    normalize: bool = True
+    """True: squared distance of L2-normalised rows (0..4). False: mean squared Euclidean distance."""
+    eps: float = 0.0
+    """Shrinkage of the covariance towards the mean of its diagonal, 0..1; the paper takes 0."""
+    backend: str = "auto"
+    """Whitening backend: auto, or one named in kernels/README.md."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and the learning rate as a function of the step."""
+
+    name: Literal["adam", "lars"] = "lars"
+    """adam: weight decay is coupled L2. lars: SimCLR's, with the rate inside the momentum buffer."""
+    learning_rate: float = 0.1
+    """Peak rate, before `learning_rate_rule`."""
+    learning_rate_rule: Literal["fixed", "sqrt"] = "sqrt"
+    """fixed: the rate as it is. sqrt: multiplied by the square root of images_per_step (SimCLR)."""
+    weight_decay: float = 1e-4
+    """L2 weight decay; BatchNorm parameters and biases are left out under lars."""
+    momentum: float = 0.9
+    """Momentum of lars."""
+    trust_coefficient: float = 1e-3
+    """Eta of lars."""
+    epochs: int = 100
+    """Length of the run."""
+    warmup_epochs: float = 0.0
+    """Linear warm-up from 0, in epochs (give this or warmup_steps)."""
+    warmup_steps: int = 0
+    """Linear warm-up from 0, in steps (give this or warmup_epochs)."""
+    schedule: Literal["cosine", "drops"] = "cosine"
+    """cosine: half a cosine from the peak to 0 after the warm-up. drops: constant, then multiplied by drop_factor at
+    each of drop_epochs_before_end."""
+    drop_epochs_before_end: tuple[int, ...] = (50, 25)
+    """Epochs before the end at which the rate drops (schedule: drops)."""
+    drop_factor: float = 0.2
+    """Factor of each drop (schedule: drops)."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved; a run is always saved at its end."""
+
+    every_steps: int = 0
+    """Save each time the step is a multiple of this; 0: not by steps."""
+    every_minutes: float = 10.0
+    """Save when this many minutes have gone by; 0: not by time."""
+    keep_last: int = 3
+    """Newest checkpoints kept; older ones are deleted after a save."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written while training."""
+
+    every_steps: int = 20
+    """Steps between two logged lines."""
+    tensorboard: bool = True
+    """Write TensorBoard event files to RUN_DIR/tensorboard."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """The linear probe and k-NN of the paper, section 4."""
+
+    images_per_batch: int = 256
+    """Images a rank encodes at a time."""
+    probe_epochs: int = 500
+    """Epochs of the linear probe."""
+    probe_batch_size: int = 1000
+    """Rows of one step of the probe."""
+    probe_rate_start: float = 1e-2
+    """Adam's rate in the first epoch."""
+    probe_rate_end: float = 1e-6
+    """Adam's rate in the last epoch; exponential in between."""
+    probe_weight_decay: float = 5e-6
+    """L2 weight decay of the probe."""
+    knn_k: int = 5
+    """Neighbours that vote; Euclidean distance on the features as they are, ties to the smallest label."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    run_dir: str = ""
+    """Folder of the run: checkpoints, metrics, log. A run whose folder holds a checkpoint goes on from it."""
+    seed: int = 0
+    """Decides the initial weights and every plan."""
+    max_steps: int = 0
+    """Stop after this many steps (the schedule stays that of the whole run); 0: run to the end."""
+    init_from: str = ""
+    """Checkpoint of another run whose encoder this one starts from (the projector starts fresh)."""
+    allow_changes: bool = False
+    """Go on from a checkpoint although settings that shape the result have changed since."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: a GPU where there is one, else the CPU."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of the encoder and projector (autocast); auto: bf16 where the device multiplies it fast, else fp32."""
+    compile: bool = False
+    """Compile the model with torch.compile (no gain on a CPU)."""
+    timeout_minutes: float = 10.0
+    """A collective that waits longer than this ends the job."""
+    data: DataConfig = field(default_factory=DataConfig)
+    views: ViewsConfig = field(default_factory=ViewsConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+def peak_learning_rate(config: Config) -> float:
+    """The rate after warm-up, by the config's rule."""
+    o = config.optimizer
+    return o.learning_rate * (math.sqrt(config.data.images_per_step) if o.learning_rate_rule == "sqrt" else 1.0)
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, object]:
+    """All settings of a (section of a) config by dotted name."""
+    flat: dict[str, object] = {}
+    for f in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, f.name)
+        flat |= flatten(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else {prefix + f.name: value}
+    return flat

@@ -1,0 +1,137 @@
+"""The DALI graph that turns encoded images into d views each; one function for CPU and GPU.
+
+It draws nothing: windows, colour matrices and blur widths are inputs, computed from the plan by `view_arrays`. An image
+is decoded once. Crop, resize and flip are one operation (the window's x is swapped for a flip), colour is one affine
+map, and a view that is not blurred gets a blur of one tap, which leaves it as it is.
+
+Shapes: N images of this rank, d views, S pixels a side. Views leave as uint8 (N, S, S, 3), one output a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from nvidia.dali import fn, pipeline_def, types
+
+from trainer.config import ViewsConfig
+from trainer.data.color import color_matrices
+from trainer.data.plan import Plan, crop_windows
+
+_INTERPOLATION = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}
+Arrays = list[Any]  # one batched array, or list of encoded images, for each input of the graph
+Source = Callable[[], Arrays]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how wide DALI works."""
+
+    device_id: int | None
+    """GPU number; None: CPU only."""
+    threads: int
+    prefetch: int
+    """Batches that DALI keeps ahead of the one taken."""
+
+
+def has_color(recipe: ViewsConfig) -> bool:
+    """Whether the recipe ever changes colour; if not, the graph leaves the operation out."""
+    jitter = recipe.color_probability > 0 and any((recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue))
+    return jitter or recipe.gray_probability > 0
+
+
+def view_arrays(
+    plan: Plan, recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]
+) -> list[NDArray]:
+    """The graph's inputs after the encoded images, in its order: for each view roi start (N, 2), roi end (N, 2), colour
+    matrices A, C (N, 3, 3), blur sigma (N,) and taps (N,)."""
+    top, left, height, width = np.moveaxis(crop_windows(plan, recipe, heights, widths), -1, 0)
+    x = np.stack([left, left + width], axis=-1)
+    x = np.where(plan.flip[..., None], x[..., ::-1], x)
+    start = np.stack([top, x[..., 0]], axis=-1).astype(np.float32)
+    end = np.stack([top + height, x[..., 1]], axis=-1).astype(np.float32)
+    fields: list[NDArray] = [start, end]
+    if has_color(recipe):
+        fields += color_matrices(plan)
+    if recipe.blur_probability > 0:
+        taps = np.minimum(recipe.blur_window, 2 * np.ceil(4 * plan.blur_sigma) + 1)  # 1 where sigma is 0: unchanged
+        fields += [np.maximum(plan.blur_sigma, 0.01).astype(np.float32), taps.astype(np.int32)]
+    return [np.ascontiguousarray(f[:, view]) for view in range(recipe.num_views) for f in fields]
+
+
+def view_pipeline(recipe: ViewsConfig, batch_size: int, place: Placement, source: Source) -> Any:
+    """A built DALI pipeline whose outputs are the d views, uint8 (N, S, S, 3) on the placement's device.
+
+    source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)].
+    """
+    color, blur = has_color(recipe), recipe.blur_probability > 0
+    inputs_per_view = 2 + 2 * color + 2 * blur
+
+    @pipeline_def(
+        batch_size=batch_size,
+        num_threads=place.threads,
+        device_id=place.device_id,
+        prefetch_queue_depth=place.prefetch,
+    )
+    def graph() -> tuple[Any, ...]:
+        encoded, *arrays = fn.external_source(
+            source=source, num_outputs=1 + inputs_per_view * recipe.num_views, batch=True
+        )
+        image = decode(encoded, place)
+        image_mean = _mean(image) if color and recipe.order == "color_first" else None
+        views = []
+        for view in range(recipe.num_views):
+            start, end, *rest = arrays[view * inputs_per_view : (view + 1) * inputs_per_view]
+            v = fn.resize(
+                image,
+                size=(recipe.side, recipe.side),
+                roi_start=start,
+                roi_end=end,
+                antialias=True,
+                interp_type=_INTERPOLATION[recipe.interpolation],
+            )
+            if color:
+                v = _affine(v, rest[0], rest[1], image_mean, on_gpu=place.device_id is not None)
+            if blur:
+                v = fn.gaussian_blur(v, sigma=rest[-2], window_size=rest[-1])
+            views.append(v)
+        return tuple(views)
+
+    pipe = graph()
+    pipe.build()
+    return pipe
+
+
+def decode(encoded: Any, place: Placement) -> Any:
+    """RGB pixels as stored (no EXIF turning) of encoded images.
+
+    The shape is read first: bytes that are no picture raise an error there, where the decoder would end the process.
+    """
+    shape = fn.peek_image_shape(encoded, adjust_orientation=False)
+    size = fn.cast(fn.slice(shape, start=[0], shape=[2], axes=[0]), dtype=types.INT32)
+    return fn.decoders.image_slice(
+        encoded,
+        start=[0, 0],
+        end=size,
+        axes=[0, 1],
+        adjust_orientation=False,
+        output_type=types.RGB,
+        device="cpu" if place.device_id is None else "mixed",
+    )
+
+
+def _mean(image: Any) -> Any:
+    """Mean pixel of each image, (1, 3) float."""
+    return fn.reshape(fn.reductions.mean(image, axes=[0, 1], dtype=types.FLOAT), shape=[1, 3])
+
+
+def _affine(view: Any, a: Any, c: Any, image_mean: Any | None, *, on_gpu: bool) -> Any:
+    """A x + C m, rounded and clamped to uint8; m is the view's own mean where no image's is given."""
+    shift = fn.coord_transform(_mean(view) if image_mean is None else image_mean, M=c)
+    if on_gpu:  # an argument of an operator must be a CPU input, so the shift is added as a 1x1 image
+        moved = fn.coord_transform(view, M=a, dtype=types.FLOAT) + fn.reshape(shift, shape=[1, 1, 3])
+        return fn.reshape(fn.cast(moved, dtype=types.UINT8), layout="HWC")
+    return fn.coord_transform(view, M=a, T=fn.reshape(shift, shape=[3]), dtype=types.UINT8)
