@@ -18,8 +18,13 @@ class DataConfig:
 
     root: str = ""
     """Folder of the set: one made by `wmse prepare`, or an image folder in ImageNet's layout."""
+    expected_images: int = 0
+    """Training images that the recipe counts on; another number is said aloud. A dry run takes it where the set is not
+    there. 0: any number."""
     train_split: str = "train"
     """Split that is trained on."""
+    probe_split: str = ""
+    """Labelled split that the linear probe and k-NN learn from; empty: train_split."""
     test_split: str = "val"
     """Split that the evaluation measures on."""
     images_per_step: int = 1024
@@ -118,6 +123,8 @@ class LossConfig:
     """True: squared distance of L2-normalised rows (0..4). False: mean squared Euclidean distance."""
     eps: float = 0.0
     """Shrinkage of the covariance towards the mean of its diagonal, 0..1; the paper takes 0."""
+    max_failed_steps: int = 20
+    """Steps in a row whose whitening or loss may fail (their update is left out on all ranks) before the run ends."""
     backend: str = "auto"
     """Whitening backend: auto, or one named in kernels/README.md."""
 

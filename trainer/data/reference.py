@@ -46,7 +46,7 @@ def _view(
 
 
 def _color(v: torch.Tensor, plan: Plan, row: int, view: int) -> torch.Tensor:
-    """In float, each operation clamped to 0..1 and the result rounded once: torchvision's uint8 path cuts off the fraction
+    """In float, clamped to 0..1 by each operation and rounded once: torchvision's uint8 path cuts off the fraction
     after each operation, which makes a picture darker by up to 1.5 levels."""
     x = F.to_dtype(v, torch.float32, scale=True)
     operations = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)

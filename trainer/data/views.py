@@ -10,7 +10,7 @@ Shapes: N images of this rank, d views, S pixels a side. Views leave as uint8 (N
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,21 @@ def view_arrays(
         taps = np.minimum(recipe.blur_window, 2 * np.ceil(4 * plan.blur_sigma) + 1)  # 1 where sigma is 0: unchanged
         fields += [np.maximum(plan.blur_sigma, 0.01).astype(np.float32), taps.astype(np.int32)]
     return [np.ascontiguousarray(f[:, view]) for view in range(recipe.num_views) for f in fields]
+
+
+def eval_arrays(recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]) -> list[NDArray]:
+    """The graph's inputs for evaluation, roi start and end (N, 2): as if the shorter edge were resized to
+    `recipe.test_resize` and the centre cut out, in one resize (sizes and offsets rounded as torchvision does)."""
+    size = np.stack([heights, widths], axis=-1).astype(np.int64)
+    resized = size * recipe.test_resize // size.min(axis=-1, keepdims=True)
+    corner = np.rint((resized - recipe.side) / 2)
+    scale = size / resized
+    return [(corner * scale).astype(np.float32), ((corner + recipe.side) * scale).astype(np.float32)]
+
+
+def eval_recipe(recipe: ViewsConfig) -> ViewsConfig:
+    """The same pixels without augmentation: one view, no colour, no blur."""
+    return replace(recipe, num_views=1, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
 
 
 def view_pipeline(recipe: ViewsConfig, batch_size: int, place: Placement, source: Source) -> Any:

@@ -1,0 +1,26 @@
+# Every target does all of its set-up: a virtual environment in .venv with the pinned packages of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m trainer.demo
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,130 @@
+"""BatchNorm whose statistics come from one view index at a time, or from the rows of all ranks.
+
+torch's SyncBatchNorm refuses CPUs and breaks compiled graphs, and knows no views; this one is plain tensor operations and
+one functional collective a direction.
+
+Shapes: x (d*N, C, ...) view-major; statistics (d, C), or (1, C) where all views are taken together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class ViewBatchNorm(nn.Module):
+    """Takes over the parameters, buffers and options of a BatchNorm; their names in state_dict() stay the same."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, norm: _BatchNorm, num_views: int, group_name: str | None, world_size: int) -> None:
+        """num_views: parts of the batch with statistics of their own; 1: all rows together.
+
+        group_name: process group whose rows are taken together (equal counts on all ranks); None: this rank's alone.
+        """
+        super().__init__()
+        self.register_parameter("weight", norm.weight)
+        self.register_parameter("bias", norm.bias)
+        self.register_buffer("running_mean", norm.running_mean)
+        self.register_buffer("running_var", norm.running_var)
+        self.register_buffer("num_batches_tracked", norm.num_batches_tracked)
+        self.eps, self.momentum = norm.eps, norm.momentum or 0.0
+        self.num_views, self.group_name, self.world_size = num_views, group_name, world_size
+        self.after = nn.Sequential(*(getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        elif self.group_name is None:
+            y = (
+                torch.cat([self._own_rows(part) for part in x.chunk(self.num_views)])
+                if self.num_views > 1
+                else self._own_rows(x)
+            )
+        else:
+            y = self._all_ranks(x, self.group_name)
+        return self.after(y)
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
+        )
+
+    def _all_ranks(self, x: Tensor, group_name: str) -> Tensor:
+        views = x.unflatten(0, (self.num_views, -1)).float()  # (d, N, C, ...)
+        over = [1, *range(3, views.dim())]
+        local_var, local_mean = torch.var_mean(views, over, correction=0)  # (d, C)
+        means, variances = _GatherRanks.apply(torch.stack([local_mean, local_var]), group_name).unbind(1)
+        mean = means.mean(0)
+        var = (variances + (means - mean).square()).mean(0)  # ranks hold equal counts
+        count = views[0, :, 0].numel() * self.world_size
+        self._track(mean.detach(), var.detach() * (count / (count - 1)))
+        scale = (var + self.eps).rsqrt()
+        if self.weight is not None:
+            scale = scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        shape = (self.num_views, 1, -1, *([1] * (views.dim() - 3)))
+        return (views * scale.view(shape) + shift.view(shape)).flatten(0, 1).to(x.dtype)
+
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        for view in range(self.num_views):
+            self.running_mean.lerp_(mean[view], self.momentum)
+            self.running_var.lerp_(var[view], self.momentum)
+
+
+class _GatherRanks(torch.autograd.Function):
+    """(...) -> (world_size, ...), the same on all ranks; backward sums what all ranks' outputs owe to this rank's input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: Any) -> Tensor:
+        ctx.group_name = group_name
+        return funcol.all_gather_tensor(x[None].contiguous(), 0, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = funcol.all_reduce(grad.contiguous(), "sum", ctx.group_name)
+        return summed[torch.distributed.get_rank()], None
+
+
+def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None, world_size: int) -> nn.Module:
+    """Replace every BatchNorm inside `module`; as it is where the plain one does the same."""
+    if num_views == 1 and group_name is None:
+        return module
+    for name, child in module.named_children():
+        if isinstance(child, _BatchNorm):
+            setattr(module, name, ViewBatchNorm(child, num_views, group_name, world_size))
+        else:
+            convert_batch_norm(child, num_views, group_name, world_size)
+    return module
+
+
+class BatchNormStatistics:
+    """All running means and variances of a model as views of one flat tensor, so that a step whose update is not applied
+    takes them back in one operation, without the host knowing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [m for m in model.modules() if hasattr(m, "running_mean") and m.running_mean is not None]
+        names = [(m, name) for m in norms for name in ("running_mean", "running_var")]
+        self._flat = torch.cat([getattr(m, name) for m, name in names]) if names else torch.zeros(0)
+        self._before = self._flat.clone()
+        offset = 0
+        for module, name in names:
+            count = getattr(module, name).numel()
+            setattr(module, name, self._flat[offset : offset + count])
+            offset += count
+
+    def remember(self) -> None:
+        """Call before forward."""
+        self._before.copy_(self._flat)
+
+    def restore_if(self, failed: Tensor) -> None:
+        """Take back what forward changed where `failed` (bool, on the device)."""
+        self._flat.copy_(torch.where(failed, self._before, self._flat))

@@ -1,0 +1,218 @@
+"""wmse COMMAND ...: one small function a command. Each imports only what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import trainer
+from trainer.errors import InputError
+
+Words = Sequence[str]
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+
+
+def main(words: Words | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 75 preempted."""
+    words = list(sys.argv[1:] if words is None else words)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return DONE if words else BAD_INPUT
+    if words[0] == "--version":
+        print(f"wmse {trainer.__version__}")
+        return DONE
+    try:
+        _check_own_packages()
+        if words[0] not in COMMANDS:
+            raise InputError(f"unknown command {words[0]!r}; there are: {', '.join(COMMANDS)}")
+        return COMMANDS[words[0]](words[1:])
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _overview() -> str:
+    lines = [f"  {name:<11} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: wmse COMMAND ...   (wmse COMMAND --help tells more)", "", *lines])
+
+
+def _check_own_packages() -> None:
+    """`kernels` and `trainer` are common names: another package of that name must not be taken for ours."""
+    import kernels
+
+    ours, theirs = Path(trainer.__file__).parents[1], Path(kernels.__file__).parents[1]
+    if ours != theirs:
+        raise InputError(
+            f"the package 'kernels' was imported from {theirs}, not from {ours}: uninstall the other one, or run in the "
+            "virtual environment that `make` sets up"
+        )
+
+
+def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
+    name = command.__name__.replace("_", "-")
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        f"wmse {name}", description=command.__doc__, allow_abbrev=False, formatter_class=formatter
+    )
+
+
+def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple[argparse.Namespace, list[str]]:
+    """A command's own options, and the rest, which are settings; --help lists both."""
+    from jsonargparse import ArgumentParser
+
+    from trainer.config_load import add_config_arguments
+
+    if "--help" in words or "-h" in words:
+        settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
+        add_config_arguments(settings)
+        parser.epilog = settings.format_help().removeprefix("usage: ")
+    return parser.parse_known_args(words)
+
+
+def pretrain(words: Words) -> int:
+    """Pre-train an encoder by W-MSE; the same command resumes it."""
+    parser = _parser(pretrain)
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the experiment, YAML")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="say what the run would do (steps, rate, slices, memory), and stop"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="R", help="ranks that the dry run counts on (default 1)"
+    )
+    own, settings = _parse_with_settings(parser, words)
+    from trainer.config_load import load_config
+
+    config = load_config(own.config, settings)
+    if own.dry_run:
+        from trainer.describe import dry_run
+
+        print("\n".join(dry_run(config, own.ranks)))
+        return DONE
+    from trainer import loop
+
+    try:
+        return loop.pretrain(config)
+    except loop.TrainingFailedError as error:
+        logging.getLogger(__name__).error("%s", error)
+        return FAILED
+
+
+def preview(words: Words) -> int:
+    """Draw images and their views, as the model sees them, into a PNG."""
+    parser = _parser(preview)
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the experiment, YAML")
+    parser.add_argument(
+        "--out", type=Path, default=Path("preview.png"), metavar="PNG", help="where (default preview.png)"
+    )
+    parser.add_argument("--images", type=int, default=8, metavar="N", help="images, a row each (default 8)")
+    own, settings = _parse_with_settings(parser, words)
+    from trainer.config_load import load_config
+    from trainer.preview import write_preview
+
+    print(write_preview(load_config(own.config, settings), own.images, own.out))
+    return DONE
+
+
+def _evaluation(command: Callable[[Words], int], words: Words) -> int:
+    """The three commands that measure a run differ in what they measure."""
+    parser = _parser(command)
+    parser.add_argument("--run_dir", type=Path, required=True, metavar="DIR", help="folder of the pre-training run")
+    parser.add_argument(
+        "--checkpoint",
+        default="last",
+        metavar="WHICH",
+        help="last, a step, a file, or random: the untrained encoder (default last)",
+    )
+    own, settings = _parse_with_settings(parser, words)
+    from trainer.evaluate.run import run_evaluation
+
+    measures = {"probe": ("linear",), "knn": ("knn",), "evaluate": ("linear", "knn")}[command.__name__]
+    _print_json(run_evaluation(own.run_dir, own.checkpoint, settings, measures))
+    return DONE
+
+
+def probe(words: Words) -> int:
+    """Measure a run's encoder by the linear probe, raw and standardised features."""
+    return _evaluation(probe, words)
+
+
+def knn(words: Words) -> int:
+    """Measure a run's encoder by its nearest neighbours."""
+    return _evaluation(knn, words)
+
+
+def evaluate(words: Words) -> int:
+    """Both of probe and knn, on features computed once."""
+    return _evaluation(evaluate, words)
+
+
+def prepare(words: Words) -> int:
+    """Make tar shards with an index from an image folder or a named set."""
+    parser = _parser(prepare)
+    parser.add_argument(
+        "source", metavar="SOURCE", help="an image folder in ImageNet's layout, or fashion-mnist, cifar10, ..."
+    )
+    parser.add_argument("dest", type=Path, metavar="DEST", help="folder to make")
+    own = parser.parse_args(words)
+    from trainer.data.prepare import prepare as prepare_set
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    prepare_set(own.source, own.dest)
+    return DONE
+
+
+def check_data(words: Words) -> int:
+    """Read every file of a set and name each bad one; exit code 1 if there is one."""
+    parser = _parser(check_data)
+    parser.add_argument("path", type=Path, metavar="PATH", help="prepared set, image folder, or any folder of pictures")
+    own = parser.parse_args(words)
+    from trainer.data.check import check_data as check
+
+    report = check(own.path)
+    for name, problem in report.bad:
+        print(f"{name}: {problem}")
+    print(f"{report.checked} files, {len(report.bad)} bad, {report.converted} valid but unusual (converted when read)")
+    return FAILED if report.bad else DONE
+
+
+def bench(words: Words) -> int:
+    """Measure: loss (whitening backends) or loader (views a second). JSON on the last line."""
+    parser = _parser(bench)
+    parser.add_argument("kind", choices=("loss", "loader"))
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the experiment, YAML (loader)")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="time to measure for (default 20)")
+    own, settings = _parse_with_settings(parser, words)
+    if own.kind == "loss":
+        from trainer.bench_loss import bench_loss
+
+        result = bench_loss(None, "cpu", own.seconds)
+    else:
+        from trainer.bench_loader import bench_loader
+        from trainer.config_load import load_config
+
+        if own.config is None:
+            raise InputError("wmse bench loader needs --config FILE")
+        result = bench_loader(load_config(own.config, settings), own.seconds)
+    print(json.dumps(result))
+    return DONE
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    print(json.dumps(result, indent=1))
+
+
+COMMANDS: dict[str, Callable[[Words], int]] = {
+    "pretrain": pretrain,
+    "probe": probe,
+    "knn": knn,
+    "evaluate": evaluate,
+    "prepare": prepare,
+    "check-data": check_data,
+    "preview": preview,
+    "bench": bench,
+}

@@ -1,0 +1,228 @@
+"""Reads the files of coming steps ahead of need, has DALI draw their views, and hands them over as one tensor.
+
+Readers (threads) -> one thread that checks the bytes and computes the graph's inputs -> DALI -> view-major buffer.
+What is no picture never reaches a decoder. An image that can't be used is named once and replaced by the next one of
+the set: that depends on the files alone, so every restart and any number of ranks replaces it by the same image.
+
+Shapes: N images of this rank in the step, d views, S pixels a side.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.config import DataConfig, ViewsConfig
+from trainer.data.formats import decode_fully, inspect_image, to_direct
+from trainer.data.index import Index
+from trainer.data.plan import Planner
+from trainer.data.views import Placement, eval_arrays, view_arrays, view_pipeline
+from trainer.errors import InputError
+
+_log = logging.getLogger(__name__)
+_BAD_BEFORE_SHARE_COUNTS = 100
+
+
+class Request(NamedTuple):
+    """What a step asks of the loader."""
+
+    image_ids: NDArray[np.int64]  # (N,)
+    arrays: Callable[[NDArray, NDArray], list[NDArray]]  # heights, widths (N,) -> the graph's inputs after the images
+
+
+class Batch(NamedTuple):
+    """What the loader hands over. `views` is overwritten two batches later."""
+
+    step: int
+    views: torch.Tensor  # (d*N, 3, S, S) uint8, channels_last, view-major, on the device
+    image_ids: NDArray[np.int64]  # (N,) images shown; differs from those asked for where one was replaced
+    wait_seconds: float  # how long the taker waited
+
+
+class Prepared(NamedTuple):
+    step: int
+    image_ids: NDArray[np.int64]
+    arrays: list[Any]
+
+
+def train_requests(planner: Planner) -> Callable[[int], Request]:
+    """The requests of a training run: the plan of each step."""
+
+    def request(step: int) -> Request:
+        plan = planner.plan(step)
+        return Request(plan.image_ids, lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths))
+
+    return request
+
+
+def eval_requests(recipe: ViewsConfig, image_ids: NDArray[np.int64], batch_size: int) -> Callable[[int], Request]:
+    """The requests of an evaluation: `image_ids` in order, one centre crop each; the last batch may be short."""
+
+    def request(step: int) -> Request:
+        ids = image_ids[step * batch_size : (step + 1) * batch_size]
+        return Request(ids, lambda heights, widths: eval_arrays(recipe, heights, widths))
+
+    return request
+
+
+@dataclass
+class BadImages:
+    """Images that could not be used, each named once in the log and to `record`."""
+
+    index: Index
+    max_share: float
+    record: Callable[[str, str], None]  # name of the image, what is wrong
+
+    def __post_init__(self) -> None:
+        self.ids: set[int] = set()
+        self.images_read = 0
+
+    def add(self, image_id: int, problem: str) -> None:
+        if image_id in self.ids:
+            return
+        self.ids.add(image_id)
+        name = self.index.name(image_id)
+        _log.warning("can't use %s: %s; the next image of the set takes its place", name, problem)
+        self.record(name, problem)
+        share = len(self.ids) / max(self.images_read, 1)
+        if len(self.ids) >= _BAD_BEFORE_SHARE_COUNTS and share > self.max_share:
+            raise InputError(
+                f"{len(self.ids)} of {self.images_read} images read so far can't be used ({share:.1%}, more than "
+                f"data.max_bad_share {self.max_share:.1%}), last {name}: {problem}. Run `wmse check-data` on the set."
+            )
+
+
+class ViewLoader:
+    """Iterates over the batches of steps first_step <= step < end_step, in order."""
+
+    def __init__(
+        self,
+        index: Index,
+        recipe: ViewsConfig,
+        config: DataConfig,
+        requests: Callable[[int], Request],
+        *,
+        batch_size: int,
+        device: torch.device,
+        first_step: int,
+        end_step: int,
+        record_bad: Callable[[str, str], None] = lambda name, problem: None,
+    ) -> None:
+        self.index, self.recipe, self.requests = index, recipe, requests
+        self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
+        self.bad = BadImages(index, config.max_bad_share, record_bad)
+        threads = config.threads or len(os.sched_getaffinity(0))
+        self._place = Placement(device.index or 0 if device.type == "cuda" else None, threads, 2)
+        self._ahead = config.read_ahead_steps
+        self._readers = ThreadPoolExecutor(threads, "read")
+        self._preparer = ThreadPoolExecutor(1, "prepare")
+        shape = (2, recipe.num_views * batch_size, recipe.side, recipe.side, 3)
+        self._buffers = torch.empty(shape, dtype=torch.uint8, device=device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._start(self.first_step)
+        try:
+            for step in range(self.first_step, self.end_step):
+                began = time.perf_counter()
+                outputs, prepared = self._run(step)
+                views = self._collect(outputs, len(prepared.image_ids), step % 2)
+                yield Batch(step, views, prepared.image_ids, time.perf_counter() - began)
+        finally:
+            self._stop()
+
+    def _start(self, step: int) -> None:
+        self._next_step = step
+        self._coming: deque[Future[Prepared]] = deque()
+        self._fed: deque[Prepared] = deque()
+        self._pipe = view_pipeline(self.recipe, self.batch_size, self._place, self._source)
+
+    def _stop(self) -> None:
+        del self._pipe
+        for pool in (self._preparer, self._readers):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _source(self) -> list[Any]:
+        """Called by DALI, in the thread that runs the pipeline, for each batch."""
+        while len(self._coming) <= self._ahead and self._next_step < self.end_step:
+            self._coming.append(self._preparer.submit(self._prepare, self._next_step))
+            self._next_step += 1
+        if not self._coming:
+            raise StopIteration
+        prepared = self._coming.popleft().result()
+        self._fed.append(prepared)
+        return prepared.arrays
+
+    def _run(self, step: int) -> tuple[Any, Prepared]:
+        """DALI's outputs for the step. A file whose damage only the decoder sees costs a new pipeline, not the run."""
+        while True:
+            try:
+                outputs = self._pipe.run()
+                return outputs, self._fed.popleft()
+            except RuntimeError as error:
+                if not self._find_damaged():
+                    raise RuntimeError(f"DALI failed in step {step}, though every image decodes: {error}") from error
+                for future in self._coming:
+                    future.cancel()
+                self._start(step)
+
+    def _find_damaged(self) -> bool:
+        """Decode what DALI was given by other means; whether anything new was found bad."""
+        before = len(self.bad.ids)
+        for prepared in self._fed:
+            for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True):
+                try:
+                    decode_fully(data.tobytes())
+                except InputError as error:
+                    self.bad.add(int(image_id), str(error))
+        return len(self.bad.ids) > before
+
+    def _prepare(self, step: int) -> Prepared:
+        request = self.requests(step)
+        usable = list(self._readers.map(self._usable, request.image_ids.tolist()))
+        ids = np.array([image_id for image_id, _ in usable], dtype=np.int64)
+        arrays = request.arrays(self.index.heights[ids], self.index.widths[ids])
+        return Prepared(step, ids, [[np.frombuffer(data, np.uint8) for _, data in usable], *arrays])
+
+    def _usable(self, image_id: int) -> tuple[int, bytes]:
+        """The image, or the next one of the set that can be used, with bytes that DALI decodes."""
+        for offset in range(len(self.index)):
+            candidate = (image_id + offset) % len(self.index)
+            if candidate not in self.bad.ids:
+                self.bad.images_read += 1
+                data, problem = self._read(candidate)
+                if problem is None:
+                    return candidate, data
+                self.bad.add(candidate, problem)
+        raise InputError("no image of the set can be used; run `wmse check-data` on it")
+
+    def _read(self, image_id: int) -> tuple[bytes, str | None]:
+        try:
+            data = self.index.read(image_id)
+            info = inspect_image(data)
+            if info.kind == "convert":
+                data = to_direct(data)
+        except (OSError, InputError) as error:
+            return b"", str(error)
+        if info.kind == "bad":
+            return b"", info.problem
+        expected = int(self.index.heights[image_id]), int(self.index.widths[image_id])
+        if (info.height, info.width) != expected:
+            return b"", f"is {info.height}x{info.width} pixels, {expected[0]}x{expected[1]} when the index was built"
+        return data, None
+
+    def _collect(self, outputs: Any, count: int, slot: int) -> torch.Tensor:
+        """The view-major tensor of a batch: the one copy of the pixels."""
+        buffer = self._buffers[slot, : self.recipe.num_views * count]
+        for view, output in enumerate(outputs):
+            buffer[view * count : (view + 1) * count].copy_(torch.from_dlpack(output.as_tensor()))
+        return buffer.permute(0, 3, 1, 2)

@@ -1,0 +1,135 @@
+"""Who am I, and with whom: ranks from the environment (torchrun, srun, or alone), the process group, DDP, slice groups."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.config import Config
+from trainer.data.plan import Rows
+from trainer.errors import InputError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Number on this node: the GPU it takes."""
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that writes files and talks."""
+        return self.rank == 0
+
+
+def find_ranks() -> Ranks:
+    """From torchrun's environment, else from srun's (a job step of several tasks), else alone."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return Ranks(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"]))
+    return Ranks()
+
+
+def choose_device(config: Config, ranks: Ranks) -> torch.device:
+    """The rank's device. Raises InputError where a GPU is asked for and there is none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device is cuda, but torch sees no GPU here: set device to cpu or auto")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"rank {ranks.rank} is number {ranks.local_rank} on its node, which has {torch.cuda.device_count()} GPU(s): "
+            "start one rank a GPU"
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
+@contextmanager
+def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> Iterator[None]:
+    """The group of all ranks while the block runs; none where this process is alone."""
+    if ranks.world_size == 1:
+        yield
+        return
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size)}
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(
+            f"{ranks.world_size} ranks, but {' and '.join(missing)} not set: start with torchrun, or set them"
+        )
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=device if on_gpu else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def own_rows(ranks: Ranks, images_per_step: int) -> Rows:
+    """The consecutive images of a step that this rank holds. Raises InputError where they do not divide."""
+    if images_per_step % ranks.world_size:
+        near = round(images_per_step / ranks.world_size) * ranks.world_size or ranks.world_size
+        raise InputError(
+            f"data.images_per_step is {images_per_step}, which {ranks.world_size} ranks can't share evenly: take {near}"
+        )
+    count = images_per_step // ranks.world_size
+    return Rows(ranks.rank * count, count)
+
+
+def slice_group_size(images_per_rank: int, world_size: int, rows_together: int) -> int:
+    """Ranks whose images are whitened together: one where a rank's images are a multiple of `rows_together` (a slice, or a
+    block of permutation), else as many neighbours as make them one. Raises InputError where no number of ranks does."""
+    size = math.lcm(images_per_rank, rows_together) // images_per_rank
+    if world_size % size:
+        raise InputError(
+            f"{world_size} ranks of {images_per_rank} images can't be grouped into multiples of {rows_together} rows "
+            f"(a slice, or loss.permutation_block): data.images_per_step must be a multiple of {rows_together}, and the "
+            f"number of ranks a multiple of {size}"
+        )
+    return size
+
+
+def make_slice_group(size: int, ranks: Ranks) -> Any:
+    """The process group of this rank's neighbours; None where it is alone in it. Every rank calls this."""
+    if size == 1:
+        return None
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks.world_size, size)]
+    return groups[ranks.rank // size]
+
+
+def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
+    """DDP: gradients are averaged over ranks. BatchNorm's buffers are not broadcast: checkpoints hold the first rank's."""
+    if ranks.world_size == 1:
+        return model
+    return nn.parallel.DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+    )
+
+
+def agree(flags: Tensor, ranks: Ranks) -> Tensor:
+    """The largest of each flag over all ranks, on the device: the one tiny all-reduce of a step."""
+    if ranks.world_size > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return flags

@@ -1,0 +1,91 @@
+"""Adam (torch's) and LARS, both with an update that a failure bit on the device turns into nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer of the config over all parameters of `model`. The rate is set each step by `update`."""
+    if config.name == "lars":
+        return Lars(parameter_groups(model, config.weight_decay), config.momentum, config.trust_coefficient)
+    return torch.optim.Adam(
+        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=device.type == "cuda"
+    )
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices and kernels get weight decay and adaptation; vectors (BatchNorm, biases) neither (SimCLR)."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay, "adapt": True},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "adapt": False},
+    ]
+
+
+def update(optimizer: torch.optim.Optimizer, learning_rate: float, failed: Tensor) -> None:
+    """Apply the gradients at this rate, unless `failed` (bool, on the device): then weights and moments stay as they are."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if failed.device.type == "cpu":
+        if not failed:
+            optimizer.step()
+        return
+    optimizer.found_inf = failed.float()  # type: ignore[attr-defined] # read by torch's fused kernels and by Lars
+    optimizer.step()
+
+
+class Lars(torch.optim.Optimizer):
+    """Layer-wise adaptive rates as in SimCLR: the rate sits inside the momentum buffer.
+
+    g += wd w;  trust = eta |w| / |g| (1 where either is 0);  v = m v + lr trust g;  w -= v
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], momentum: float, trust_coefficient: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "trust_coefficient": trust_coefficient})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update in place. `self.found_inf` (float, 0-d, on the device), if set, turns it into nothing."""
+        found_inf = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            for p in weights:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            buffers = [self.state[p]["momentum_buffer"] for p in weights]
+            gradients = [p.grad for p in weights if p.grad is not None]
+            _lars(weights, gradients, buffers, group, found_inf)
+
+
+def _lars(weights: Any, gradients: Any, buffers: Any, group: dict[str, Any], found_inf: Tensor | None) -> None:
+    """The update of one group, as few launches as tensors allow. Gradients are overwritten."""
+    momentum, rate = group["momentum"], group["lr"]
+    if found_inf is not None:
+        keep = 1 - found_inf
+        # NaN times 0 is NaN: gradients are silenced as integers, which turns every bit to 0
+        torch._foreach_mul_([g.view(torch.int32) for g in gradients], keep.to(torch.int32))
+        momentum, rate = 1 - (1 - momentum) * keep, rate * keep
+    if group["weight_decay"]:
+        torch._foreach_add_(gradients, weights, alpha=group["weight_decay"])
+    if group["adapt"]:
+        norm_w, norm_g = (torch.stack(torch._foreach_norm(x)) for x in (weights, gradients))
+        trust = group["trust_coefficient"] * norm_w / norm_g
+        trust = torch.where((norm_w > 0) & (norm_g > 0), trust, 1.0) * rate
+        torch._foreach_mul_(gradients, list(trust.unbind()))
+    else:
+        torch._foreach_mul_(gradients, rate)
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, gradients)
+    if found_inf is None:
+        torch._foreach_sub_(weights, buffers)
+    else:
+        torch._foreach_add_(weights, torch._foreach_mul(buffers, -keep))

@@ -1,0 +1,80 @@
+"""What a checkpoint holds of a run, and a run made to go on from one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from trainer.checkpoint import load_newest, model_state, save_checkpoint
+from trainer.config import flatten
+from trainer.data.plan import PLAN_VERSION
+from trainer.errors import InputError
+from trainer.metrics import LossSums
+from trainer.setup import Run
+
+_log = logging.getLogger(__name__)
+
+# settings that may change between restarts without changing what is learnt
+_FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "compile", "data.root",
+         "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps", "data.max_bad_share",
+         "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",
+         "checkpoint.", "log.", "evaluate.")  # fmt: skip
+
+
+def save(run: Run, step: int, sums: LossSums) -> None:
+    """Write the checkpoint after `step` updates. Every rank calls this; the first one writes."""
+    loss_sums = sums.state(run.ranks)
+    if not run.ranks.is_first:
+        return
+    content = {
+        "step": step,
+        "model": model_state(run.model),
+        "optimizer": run.optimizer.state_dict(),
+        "config": {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(run.config).items()},
+        "plan_version": PLAN_VERSION,
+        "data": {"fingerprint": run.index.fingerprint, "images": len(run.index)},
+        "world_size": run.ranks.world_size,
+        "loss_sums": loss_sums,
+    }
+    path = save_checkpoint(run.run_dir / "checkpoints", content, run.config.checkpoint.keep_last)
+    _log.info("saved %s", path)
+
+
+def resume(run: Run, sums: LossSums) -> int:
+    """Load the newest checkpoint of the run folder, if there is one; returns the number of updates made so far.
+
+    Raises InputError where settings that shape the result, or the images, are not those of the checkpoint."""
+    content = load_newest(run.run_dir / "checkpoints")
+    if content is None:
+        return 0
+    _check_same(run, content)
+    run.model.load_state_dict(content["model"])
+    run.optimizer.load_state_dict(content["optimizer"])
+    sums.load(content["loss_sums"])
+    if content["world_size"] != run.ranks.world_size:
+        _log.info("saved by %d rank(s), going on with %d", content["world_size"], run.ranks.world_size)
+    _log.info("going on after step %d", content["step"])
+    return int(content["step"])
+
+
+def _check_same(run: Run, content: dict[str, Any]) -> None:
+    now = {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(run.config).items()}
+    then = content["config"]
+    changed = [
+        f"{key}: {then.get(key, 'not set')} -> {value}"
+        for key, value in now.items()
+        if value != then.get(key) and not key.startswith(_FREE)
+    ]
+    if content["plan_version"] != PLAN_VERSION:
+        changed.append(f"plan version: {content['plan_version']} -> {PLAN_VERSION} (other augmentations)")
+    if content["data"]["fingerprint"] != run.index.fingerprint:
+        changed.append(f"training images: {content['data']['images']} -> {len(run.index)}, or other files or labels")
+    if not changed:
+        return
+    listed = "\n".join(f"  - {line}" for line in changed)
+    if not run.config.allow_changes:
+        raise InputError(
+            f"{run.run_dir} holds a run with other settings:\n{listed}\n"
+            "Use them again, take another --run_dir, or accept the change with --allow_changes true"
+        )
+    _log.warning("going on with changed settings:\n%s", listed)

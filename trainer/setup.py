@@ -1,0 +1,177 @@
+"""Puts the parts of a run together: set, plan, model, optimizer, step, loader. The loop drives them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.checkpoint import load_encoder
+from trainer.config import Config
+from trainer.data.index import Index, open_index
+from trainer.data.loader import ViewLoader, train_requests
+from trainer.data.plan import Planner, Rows, slice_permutations
+from trainer.distributed import Ranks, make_slice_group, own_rows, slice_group_size, wrap_model
+from trainer.errors import InputError
+from trainer.model import Model
+from trainer.optimizer import build_optimizer
+from trainer.run_folder import append_line
+from trainer.schedule import Schedule, build_schedule
+from trainer.step import TrainStep
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything that a run is made of, on one rank."""
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    run_dir: Path
+    index: Index
+    planner: Planner
+    schedule: Schedule
+    model: nn.Module
+    """The plain model; `step` holds the wrapped one."""
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+    group_rows: Rows
+    """Consecutive images of a step that this rank's slice group holds."""
+
+    def __post_init__(self) -> None:
+        self._identity = torch.arange(self.group_rows.count, device=self.device)[None]
+
+    @property
+    def end_step(self) -> int:
+        """Updates after which this call of the run ends."""
+        return min(self.config.max_steps or self.schedule.total_steps, self.schedule.total_steps)
+
+    def loader(self, first_step: int) -> ViewLoader:
+        """The batches from `first_step` on."""
+        quarantine = self.run_dir / "quarantine.jsonl"
+        return ViewLoader(
+            self.index,
+            self.config.views,
+            self.config.data,
+            train_requests(self.planner),
+            batch_size=self.planner.rows.count,
+            device=self.device,
+            first_step=first_step,
+            end_step=self.end_step,
+            record_bad=lambda name, problem: append_line(quarantine, {"image": name, "problem": problem}),
+        )
+
+    def permutations(self, step: int) -> Tensor:
+        """The slicing orders of this rank's slice group, (iterations, images of the group) int64, on the device."""
+        loss, rows = self.config.loss, self.group_rows
+        if loss.iterations == 1:
+            return self._identity
+        orders = slice_permutations(
+            self.config.seed, step, self.config.data.images_per_step, loss.iterations, loss.permutation_block
+        )
+        own = orders[:, rows.first : rows.first + rows.count] - rows.first
+        return torch.from_numpy(own).to(self.device, non_blocking=True)
+
+
+def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
+    """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
+    index = open_shared_index(config, ranks)
+    rows = own_rows(ranks, config.data.images_per_step)
+    planner = Planner(
+        config.views,
+        seed=config.seed,
+        num_images=len(index),
+        images_per_step=config.data.images_per_step,
+        rows=rows,
+    )
+    group_size = slice_group_size(rows.count, ranks.world_size, rows_together(config))
+    model = build_model(config, ranks).to(device)
+    if config.init_from:
+        load_encoder(model, Path(config.init_from))
+        _log.info("encoder from %s, fresh projector", config.init_from)
+    optimizer = build_optimizer(model, config.optimizer, device)
+    if config.compile:
+        model.compile()
+    group_first = ranks.rank // group_size * group_size * rows.count
+    step = TrainStep(
+        wrap_model(model, ranks, device),
+        optimizer,
+        config.loss,
+        num_views=config.views.num_views,
+        autocast_dtype=autocast_dtype(config, device),
+        ranks=ranks,
+        slice_group=make_slice_group(group_size, ranks),
+    )
+    return Run(
+        config=config,
+        ranks=ranks,
+        device=device,
+        run_dir=run_dir,
+        index=index,
+        planner=planner,
+        schedule=build_schedule(config, planner.steps_per_epoch),
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        group_rows=Rows(group_first, group_size * rows.count),
+    )
+
+
+def open_shared_index(config: Config, ranks: Ranks) -> Index:
+    """The training split. Where it must be indexed first, one rank a node does it and the others wait."""
+    root, split = Path(config.data.root), config.data.train_split
+    if not config.data.root:
+        raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
+    if ranks.local_rank == 0:
+        index = open_index(root, split, progress=ranks.is_first)
+    if ranks.world_size > 1:
+        dist.barrier()
+    if ranks.local_rank != 0:
+        index = open_index(root, split)
+    check_set_size(config, len(index))
+    return index
+
+
+def check_set_size(config: Config, num_images: int) -> None:
+    """Raises InputError for a set smaller than one step; says where it is not the set the recipe counts on."""
+    if num_images < config.data.images_per_step:
+        raise InputError(
+            f"the split {config.data.train_split!r} in {config.data.root} has {num_images} images, one step takes "
+            f"data.images_per_step {config.data.images_per_step}: use a larger set or smaller steps"
+        )
+    expected = config.data.expected_images
+    if expected and expected != num_images:
+        _log.warning("the recipe counts on %d training images, this set has %d", expected, num_images)
+
+
+def rows_together(config: Config) -> int:
+    """Images of one step that can't be split over slice groups: a slice, or a block that is permuted."""
+    return config.loss.permutation_block if config.loss.iterations > 1 else config.loss.slice_size
+
+
+def build_model(config: Config, ranks: Ranks) -> Model:
+    """The model with the seed's initial weights, the same on every rank."""
+    torch.manual_seed(config.seed)
+    name = dist.group.WORLD.group_name if ranks.world_size > 1 and dist.group.WORLD else None
+    return Model(config.model, config.views, name, ranks.world_size)
+
+
+def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
+    """bf16 or None (float32): what config.precision means on this device."""
+    if config.precision == "auto":
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bf16()
+        return torch.bfloat16 if fast else None
+    return torch.bfloat16 if config.precision == "bf16" else None
+
+
+def _cpu_multiplies_bf16() -> bool:
+    """Whether the processor has bf16 dot products (emulated, they are slower than float32)."""
+    flags = Path("/proc/cpuinfo")
+    words = set(flags.read_text().split()) if flags.exists() else set()
+    return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})

@@ -1,0 +1,89 @@
+"""One update, never waiting for the device: forward, loss, backward, agreement over ranks, optimizer.
+
+Shapes: R = d*N rows of this rank (view-major), S pixels a side, k embedding size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.batch_norm import BatchNormStatistics
+from trainer.config import LossConfig
+from trainer.distributed import Ranks, agree
+from trainer.losses.gather import gather_rows
+from trainer.losses.wmse import wmse_loss_with_status
+from trainer.optimizer import update
+
+
+class StepResult(NamedTuple):
+    """What a step leaves on the device; the loop reads it later."""
+
+    loss: Tensor  # 0-d float32, of this rank's slice group
+    embeddings: Tensor  # (R, k) float32, without gradient
+    min_pivot: Tensor  # 0-d, the smallest relative pivot of this rank's slices
+    failed: Tensor  # 0-d bool, the same on all ranks: the update was not applied
+    flags: Tensor  # (3,) bool, the same on all ranks: failed, stop asked for, save asked for
+
+
+class TrainStep:
+    """The parts of a step, held together. Call it once a step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossConfig,
+        *,
+        num_views: int,
+        autocast_dtype: torch.dtype | None,
+        ranks: Ranks,
+        slice_group: Any = None,
+    ) -> None:
+        """model: from `distributed.wrap_model`. autocast_dtype: None for float32 throughout.
+
+        slice_group: process group whose rows are whitened together; None: this rank's own rows.
+        """
+        self.model, self.optimizer, self.loss, self.num_views = model, optimizer, loss, num_views
+        self.autocast_dtype, self.ranks, self.slice_group = autocast_dtype, ranks, slice_group
+        self.statistics = BatchNormStatistics(model)
+
+    def __call__(
+        self, pixels: Tensor, permutations: Tensor, learning_rate: float, *, stop: bool = False, save: bool = False
+    ) -> StepResult:
+        """pixels: (R, 3, S, S) uint8. permutations: (iterations, images of the slice group) int64, on the device.
+
+        stop, save: whether this rank wants the run to stop, or to be saved; all ranks learn of it in the result.
+        """
+        self.statistics.remember()
+        with torch.autocast(pixels.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            embeddings = self.model(pixels)
+        loss, ok, min_pivot = self._loss(embeddings, permutations)
+        loss.backward()
+        failed = ~(ok & torch.isfinite(loss.detach()))
+        wishes = [failed, torch.full_like(failed, stop), torch.full_like(failed, save)]
+        flags = agree(torch.stack(wishes).to(torch.uint8), self.ranks).bool()
+        update(self.optimizer, learning_rate, flags[0])
+        self.optimizer.zero_grad(set_to_none=True)
+        self.statistics.restore_if(flags[0])
+        return StepResult(loss.detach(), embeddings.detach(), min_pivot, flags[0], flags)
+
+    def _loss(self, embeddings: Tensor, permutations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, whether all slices were whitened, and their smallest pivot, each 0-d."""
+        together = embeddings
+        if self.slice_group is not None:
+            together = gather_rows(embeddings, self.num_views, self.slice_group)
+        c = self.loss
+        loss, status = wmse_loss_with_status(
+            together,
+            num_views=self.num_views,
+            slice_size=c.slice_size,
+            iterations=c.iterations,
+            normalize=c.normalize,
+            permutations=permutations,
+            eps=c.eps,
+            backend=c.backend,
+        )
+        return loss, status.ok.all(), status.min_pivot.min()
