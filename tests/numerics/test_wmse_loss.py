@@ -1,0 +1,206 @@
+"""trainer.losses.wmse against a double loop over views, slices and pairs, written from the paper."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.errors import InputError
+from trainer.losses import wmse
+from trainer.losses.wmse import wmse_loss, wmse_loss_with_status
+
+
+def definition(
+    v: Tensor,
+    num_views: int,
+    slice_size: int,
+    permutations: Tensor,
+    normalize: bool,
+    left_out: set[tuple[int, int]] = frozenset(),
+) -> Tensor:
+    """Every pair of views of every image of every slice of every iteration, but for the (iteration, slice) left out."""
+    num_images = len(v) // num_views
+    distances = []
+    for iteration, permutation in enumerate(permutations):
+        for start in range(0, num_images, slice_size):
+            if (iteration, start // slice_size) in left_out:
+                continue
+            images = permutation[start : start + slice_size]
+            whitened = [whiten_slice(v[view * num_images + images]) for view in range(num_views)]
+            for i in range(num_views):
+                for j in range(i):
+                    if normalize:
+                        distances.append(2 - 2 * torch.cosine_similarity(whitened[i], whitened[j], dim=1))
+                    else:
+                        distances.append((whitened[i] - whitened[j]).square().mean(1))
+    return torch.cat(distances).mean()
+
+
+def whiten_slice(rows: Tensor) -> Tensor:
+    return (rows - rows.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(rows.T))).T
+
+
+def embeddings(num_views: int, num_images: int, size: int, seed: int = 0, noise: float = 0.5) -> Tensor:
+    """View-major float64 embeddings whose views of one image resemble each other."""
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(num_images, size, dtype=torch.float64, generator=generator)
+    view = torch.randn(num_views, num_images, size, dtype=torch.float64, generator=generator)
+    return (image + noise * view).flatten(0, 1) * torch.logspace(-1, 1, size, dtype=torch.float64)
+
+
+def permutations_of(iterations: int, num_images: int, seed: int = 0) -> Tensor:
+    return wmse.draw_permutations(iterations, num_images, torch.device("cpu"), torch.Generator().manual_seed(seed))
+
+
+def loss_and_gradient(function, v: Tensor) -> tuple[Tensor, Tensor]:
+    v = v.detach().clone().requires_grad_()
+    loss = function(v)
+    return loss.detach(), torch.autograd.grad(loss, v)[0]
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("num_views", [2, 3, 4])
+def test_value_and_gradient_are_the_definitions(num_views, iterations, normalize, backend):
+    v, permutations = embeddings(num_views, 33, 5), permutations_of(iterations, 33)
+    expected = loss_and_gradient(lambda v: definition(v, num_views, 11, permutations, normalize), v)
+    sizes = {"num_views": num_views, "slice_size": 11, "iterations": iterations, "permutations": permutations}
+    ours = loss_and_gradient(lambda v: wmse_loss(v, **sizes, normalize=normalize, backend=backend), v)
+    for actual, right in zip(ours, expected, strict=True):
+        assert (actual - right).abs().max() < 1e-9 * right.abs().max()
+    per_view = ours[1].view(num_views, -1).abs().amax(1)
+    assert (per_view > 0.1 * per_view.max()).all()  # no view is detached
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_views=st.integers(2, 5),
+    size=st.integers(1, 9),
+    slices=st.integers(1, 3),
+    noise=st.floats(0, 1e3),
+    seed=st.integers(0, 99),
+)
+def test_loss_lies_in_0_to_4(num_views, size, slices, noise, seed):
+    v = embeddings(num_views, slices * 2 * size, size, seed, noise).float()
+    loss, status = wmse_loss_with_status(v, num_views=num_views, slice_size=2 * size)
+    assert 0 <= loss <= 4 * (1 + 1e-6)
+    if noise == 0:
+        assert loss < 1e-9
+    assert status.ok.shape == (num_views * slices,)
+
+
+def test_opposite_views_are_4_apart_and_unrelated_ones_2():
+    v = embeddings(1, 512, 8)
+    assert wmse_loss(torch.cat([v, -v]), num_views=2, slice_size=128).item() == pytest.approx(4)
+    unrelated = torch.randn(2048, 8, generator=torch.Generator().manual_seed(0))
+    assert wmse_loss(unrelated, num_views=2, slice_size=128).item() == pytest.approx(2, abs=0.1)
+
+
+def test_shift_and_positive_scale_of_a_dimension_change_nothing():
+    v = embeddings(3, 24, 4)
+    scale = torch.logspace(-5, 5, 4, dtype=torch.float64)
+    sizes = {"num_views": 3, "slice_size": 12, "permutations": permutations_of(1, 24)}
+    loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    moved_loss, moved_gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), (v + 3) * scale)
+    assert moved_loss.item() == pytest.approx(loss.item(), rel=1e-10)
+    assert (moved_gradient * scale - gradient).abs().max() < 1e-9 * gradient.abs().max()
+
+
+def test_none_draws_one_permutation_an_iteration_from_the_generator():
+    v = embeddings(2, 64, 4)
+
+    def loss(**keywords):
+        return wmse_loss(v, num_views=2, slice_size=8, iterations=2, **keywords)
+
+    drawn = permutations_of(2, 64, seed=5)
+    assert (drawn.sort(1).values == torch.arange(64)).all()
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(loss(generator=torch.Generator().manual_seed(5)), loss(permutations=drawn))
+    assert not torch.equal(loss(generator=torch.Generator().manual_seed(6)), loss(permutations=drawn))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_failed_slice_is_left_out_of_the_mean(normalize):
+    v, permutations = embeddings(3, 24, 4), permutations_of(2, 24)
+    v[24 + permutations[0, 9]] = float("nan")  # view 1, slice 1 of iteration 0
+    bad = {(0, 1), (1, int((permutations[1] == permutations[0, 9]).nonzero()) // 8)}
+    sizes = {"num_views": 3, "slice_size": 8, "iterations": 2, "permutations": permutations, "normalize": normalize}
+    loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    expected, expected_gradient = loss_and_gradient(
+        lambda v: definition(v, 3, 8, permutations, normalize, left_out=bad), v.nan_to_num()
+    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+    assert (gradient - expected_gradient).abs().max() < 1e-9
+    ok = wmse_loss_with_status(v, **sizes)[1].ok.view(2, 3, 3)  # iteration, view, slice
+    assert {(i, s) for i, view, s in (~ok).nonzero().tolist() if view == 1} == bad
+    assert ok[:, [0, 2]].all()
+
+
+def test_all_slices_failed_is_0_with_zero_gradient():
+    v = torch.ones(16, 3)
+    loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, num_views=2, slice_size=8), v)
+    assert loss == 0
+    assert (gradient == 0).all()
+    assert not wmse_loss_with_status(v, num_views=2, slice_size=8)[1].ok.any()
+
+
+def test_float32_under_bfloat16_autocast():
+    v, sizes = embeddings(2, 24, 4).float(), {"num_views": 2, "slice_size": 12, "permutations": permutations_of(1, 24)}
+    expected = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    assert all(torch.equal(*pair) for pair in zip(expected, under, strict=True))
+    assert wmse_loss(v.bfloat16(), **sizes).dtype == torch.float32
+
+
+def test_shrinkage_reaches_the_whitening():
+    v, sizes = embeddings(2, 24, 4), {"num_views": 2, "slice_size": 12, "permutations": permutations_of(1, 24)}
+    v.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: wmse_loss(v, **sizes, eps=0.3), v)
+    assert wmse_loss(v, **sizes, eps=0.3) != wmse_loss(v, **sizes)
+
+
+def test_compiles_as_one_graph():
+    v, sizes = embeddings(2, 24, 4), {"num_views": 2, "slice_size": 7, "permutations": permutations_of(1, 21)}
+    v = v[:42]
+    compiled = torch.compile(lambda v: wmse_loss(v, **sizes), fullgraph=True, backend="aot_eager")
+    eager = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    for actual, expected in zip(loss_and_gradient(compiled, v), eager, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keywords", "message"),
+    [
+        (400, {"num_views": 3}, "400 rows.*num_views=3"),
+        (400, {"slice_size": 128}, "200 images.*slice_size=128.*128 or 256 images"),
+        (100, {"slice_size": 64}, "use 64 images"),
+        (400, {"slice_size": 4}, "set slice_size above 4, best 8"),
+        (400, {"num_views": 1}, "2 views"),
+        (400, {"iterations": 0}, "1 iteration"),
+        (400, {"iterations": 2, "permutations": torch.arange(200)[None]}, r"\(2, 200\)"),
+        (400, {"permutations": torch.arange(200.0)[None]}, "int64"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(rows, keywords, message):
+    with pytest.raises(InputError, match=message):
+        wmse_loss(torch.randn(rows, 4), **{"num_views": 2, "slice_size": 10, **keywords})
+
+
+def test_embeddings_must_be_floating_rows():
+    for v in (torch.zeros(2, 8, 4), torch.zeros(16, 4, dtype=torch.int64)):
+        with pytest.raises(InputError, match="floating"):
+            wmse_loss(v, num_views=2, slice_size=8)
+
+
+def test_short_slices_warn_once(caplog):
+    wmse._warn_once.cache_clear()
+    for _ in range(2):
+        wmse_loss(embeddings(2, 21, 4), num_views=2, slice_size=7)
+        wmse_loss(embeddings(2, 24, 4), num_views=2, slice_size=8)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "slice_size=7" in caplog.text
