@@ -1,0 +1,210 @@
+"""What is on disk: for each image its label, size in pixels, name and where its bytes are. One class for both storage forms."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.index_build import LAYOUT, build_folder, find_class_names, log_left_out
+from trainer.data.index_file import Columns, IndexContent, read_index, write_index
+from trainer.data.shards import (
+    TAR_BLOCK,
+    build_shards,
+    describe_shards,
+    list_shards,
+    read_class_names,
+    uncompress_shard,
+)
+from trainer.errors import InputError
+
+CACHE_FOLDER = ".wmse_index"
+MAX_OPEN_SHARDS = 256  # well below the usual limit of 1,024 open files; shards beyond it are opened for each read
+
+_log = logging.getLogger(__name__)
+
+
+class Index:
+    """The images of one split, memory-mapped; made by `open_index`.
+
+    labels, heights, widths: (n,) int32, n = len(index); label -1: none; pixels as stored. class_names: by label.
+    fingerprint: equal only for the same images, order and labels. Safe to use from many threads.
+    """
+
+    def __init__(self, path: Path, root: Path, shards: list[Path] | None = None) -> None:
+        metadata, columns = read_index(path)
+        self.split: str = metadata["split"]
+        self.class_names: list[str] = metadata["class_names"]
+        self.fingerprint: str = metadata["fingerprint"]
+        self.labels: npt.NDArray[np.int32] = columns["label"]
+        self.heights: npt.NDArray[np.int32] = columns["height"]
+        self.widths: npt.NDArray[np.int32] = columns["width"]
+        self._columns: Columns = columns
+        self._folder = root / self.split
+        self._shards = shards
+        self._descriptors: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_descriptors", {}).values():
+            os.close(descriptor)
+
+    def kind(self, i: int) -> Literal["direct", "convert"]:
+        """Whether DALI can have image i's bytes as they are, or `formats.to_direct` of them."""
+        return "convert" if self._columns["kind"][i] else "direct"
+
+    def name(self, i: int) -> str:
+        """For messages: CLASS/FILE, or SHARD/MEMBER."""
+        if self._shards is None:
+            return f"{self.class_names[self.labels[i]]}/{self._base_name(i)}"
+        return f"{self._shards[self._columns['shard'][i]].name}/{self._base_name(i)}"
+
+    def read(self, i: int) -> bytes:
+        """Image i's bytes. Raises OSError naming the file where it is gone, cut or unreadable."""
+        if self._shards is None:
+            return (self._folder / self.name(i)).read_bytes()
+        number = int(self._columns["shard"][i])
+        nbytes, offset = int(self._columns["nbytes"][i]), TAR_BLOCK * int(self._columns["block"][i])
+        data = self._read_shard(number, nbytes, offset)
+        if len(data) != nbytes:
+            raise OSError(f"{self._shards[number]}: cut: image {self.name(i)} has {len(data)} of {nbytes} bytes")
+        return data
+
+    def _base_name(self, i: int) -> str:
+        ends = self._columns["name_end"]
+        start = ends[i - 1] if i else 0
+        return self._columns["names"][start : ends[i]].tobytes().decode("utf-8", "surrogateescape")
+
+    def _read_shard(self, number: int, nbytes: int, offset: int) -> bytes:
+        assert self._shards is not None
+        descriptor = self._descriptors.get(number)
+        if descriptor is None:
+            with self._lock:
+                if number not in self._descriptors and len(self._descriptors) < MAX_OPEN_SHARDS:
+                    self._descriptors[number] = os.open(self._shards[number], os.O_RDONLY)
+            descriptor = self._descriptors.get(number)
+        if descriptor is not None:
+            return os.pread(descriptor, nbytes, offset)
+        with self._shards[number].open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), nbytes, offset)
+
+
+def open_index(root: Path, split: str, *, cache_dir: Path | None = None, progress: bool = False) -> Index:
+    """Open one split of a prepared set (ROOT/SPLIT.index), of others' tar shards, or of an image folder (ROOT/SPLIT/CLASS/*).
+
+    The last two are looked through at the first opening, with a progress bar where wanted; the index is kept in
+    ROOT/.wmse_index, or where that cannot be written below ~/.cache/wmse (or below `cache_dir`, if given), and made anew
+    when files or classes were added, removed or renamed. Where several processes start together, let one open it first:
+    all may build at once safely, but all would work. Raises InputError naming path, problem and expected layout.
+    """
+    root = Path(root).expanduser()
+    if not root.is_dir():
+        raise InputError(f"{root}: no such folder; {LAYOUT}")
+    try:
+        if list_shards(root, split):
+            return _open_shards(root, split, cache_dir, progress)
+        if (root / split).is_dir():
+            return _open_folder(root, split, cache_dir, progress)
+    except PermissionError as error:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    found = ", ".join(sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))[:8])
+    raise InputError(f"{root}: no split {split!r} in it (it holds: {found or 'nothing'}); {LAYOUT}")
+
+
+def _open_shards(root: Path, split: str, cache_dir: Path | None, progress: bool) -> Index:
+    prepared = root / f"{split}.index"
+    packed = list_shards(root, split)
+    needs_cache = not prepared.exists() or any(shard.suffix == ".gz" for shard in packed)
+    cache = find_cache(root, cache_dir) if needs_cache else root
+    shards = [uncompress_shard(shard, cache) for shard in packed]
+    if prepared.exists():
+        _check_shards(prepared, shards)
+        return Index(prepared, root, shards)
+    path = cache / f"{split}.index"
+    class_names = read_class_names(root)
+    mtimes = [shard.stat().st_mtime_ns for shard in shards]
+
+    def unchanged(metadata: dict[str, Any]) -> bool:
+        same_shards = (metadata.get("shards"), metadata.get("mtimes")) == (describe_shards(shards), mtimes)
+        return same_shards and class_names in (None, metadata["class_names"])
+
+    if not _is_current(path, unchanged):
+        content = build_shards(shards, split, class_names, progress)
+        content.metadata["mtimes"] = mtimes
+        _keep(path, content, [])
+    return Index(path, root, shards)
+
+
+def _check_shards(prepared: Path, shards: list[Path]) -> None:
+    expected = read_index(prepared)[0].get("shards", [])
+    found = describe_shards(shards)
+    for shard in [*expected, *found]:
+        if shard not in expected or shard not in found:
+            raise InputError(
+                f"{prepared.parent}: {shard[0]} is missing or not of the size that {prepared.name} was made for: prepare the "
+                f"set again, or delete {prepared.name} to have the shards indexed as they are"
+            )
+
+
+def _open_folder(root: Path, split: str, cache_dir: Path | None, progress: bool) -> Index:
+    path = find_cache(root, cache_dir) / f"{split}.index"
+    if not _is_current(path, lambda metadata: _folder_unchanged(root, split, metadata)):
+        _keep(path, *build_folder(root, split, progress))
+    return Index(path, root)
+
+
+def _folder_unchanged(root: Path, split: str, metadata: dict[str, Any]) -> bool:
+    """By the modification times of all folders listed: files added, removed or renamed change them, new contents do not."""
+    try:
+        unchanged = all((root / split / name).stat().st_mtime_ns == mtime for name, mtime in metadata["folders"])
+    except (FileNotFoundError, NotADirectoryError, KeyError):
+        return False
+    return unchanged and metadata["class_names"] == find_class_names(root, split)
+
+
+def _is_current(path: Path, unchanged: Callable[[dict[str, Any]], bool]) -> bool:
+    if not path.exists():
+        return False
+    try:
+        if unchanged(read_index(path)[0]):
+            return True
+        _log.info("the files of %s changed: indexing them again", path)
+    except InputError as error:
+        _log.warning("%s", error)
+    return False
+
+
+def _keep(path: Path, content: IndexContent, notes: list[str]) -> None:
+    write_index(path, content)
+    for note in notes:
+        _log.warning("%s", note)
+    log_left_out(content, path.with_suffix(".bad.txt"))
+    _log.info("indexed %d images of split %s in %s", len(content.names), content.metadata["split"], path)
+
+
+def user_cache() -> Path:
+    """Where what can be made again is kept for this user: $XDG_CACHE_HOME/wmse or ~/.cache/wmse."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wmse"
+
+
+def find_cache(root: Path, cache_dir: Path | None) -> Path:
+    """The folder for what is built from ROOT: the first that can be written, made where missing, kept out of git."""
+    own_name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=8).hexdigest()
+    candidates = [cache_dir / own_name] if cache_dir else [user_cache() / own_name]
+    if cache_dir is None and root.stat().st_mode & 0o222:  # what is marked read-only is left alone, by root too
+        candidates.insert(0, root / CACHE_FOLDER)
+    for folder in candidates:
+        with contextlib.suppress(OSError):  # not writable: the next one, or the error below
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".gitignore").write_text("*\n")
+            return folder
+    raise InputError(f"{folder}: cannot be written, but the index of {root} must be kept: name a cache folder that can")
