@@ -1,0 +1,229 @@
+"""Folders and published sets made into shards."""
+
+import gzip
+import json
+import struct
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torchvision
+from pictures import encoded, image, make_folder, png_16_bit, shared
+
+from trainer.data import sets
+from trainer.data.formats import inspect_image
+from trainer.data.index import open_index
+from trainer.data.prepare import choose_images, prepare
+from trainer.data.sets import ArraySplit, KnownSet
+from trainer.errors import InputError
+
+JPEG = encoded("JPEG")
+DEMO_DATA = Path(__file__).parents[2] / "demo_data"
+
+
+def source_folder(root: Path) -> Path:
+    files = {f"train/{name}/{i}.jpg": encoded("JPEG", image(seed=i)) for name in ("cat", "dog") for i in range(4)}
+    return make_folder(root, {**files, "val/dog/v.w.jpg": JPEG})
+
+
+def members(folder: Path, split: str) -> list[str]:
+    return [name for path in sorted(folder.glob(f"{split}-*.tar")) for name in tarfile.open(path).getnames()]
+
+
+def test_folder_becomes_shards(tmp_path: Path) -> None:
+    source = source_folder(tmp_path / "source")
+    prepare(str(source), tmp_path / "dest", images_per_shard=3, progress=False)
+    shards = ["train-000000.tar", "train-000001.tar", "train-000002.tar", "train.index", "val-000000.tar", "val.index"]
+    assert sorted(path.name for path in (tmp_path / "dest").iterdir()) == ["dataset.json", *shards]
+    index = open_index(tmp_path / "dest", "train")
+    assert index.class_names == ["cat", "dog"]
+    found = sorted((int(index.labels[i]), index.read(i)) for i in range(len(index)))
+    assert found == sorted((label, encoded("JPEG", image(seed=i))) for label in (0, 1) for i in range(4))
+    val = open_index(tmp_path / "dest", "val")
+    assert (val.labels.tolist(), val.read(0), val.name(0)) == ([1], JPEG, "val-000000.tar/v_w.jpg")
+    assert json.loads((tmp_path / "dest/dataset.json").read_text())["images"] == {"train": 8, "val": 1}
+    assert not (source / ".wmse_index").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "source"]
+
+
+def test_keys_are_unique_and_parts_adjacent(tmp_path: Path) -> None:
+    source = make_folder(
+        tmp_path / "s", {f"train/{name}/a.b.{suffix}": JPEG for name in "xyz" for suffix in ("jpg", "png")}
+    )
+    prepare(str(source), tmp_path / "dest", progress=False)
+    names = members(tmp_path / "dest", "train")
+    assert len(set(names)) == len(names) == 12
+    assert all(name.count(".") == 1 for name in names)
+    assert [name.split(".")[0] for name in names[::2]] == [name.split(".")[0] for name in names[1::2]]
+
+
+def test_same_input_gives_same_bytes(tmp_path: Path) -> None:
+    source = source_folder(tmp_path / "source")
+    for name in ("a", "b"):
+        prepare(str(source), tmp_path / name, progress=False)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    with tarfile.open(tmp_path / "a/train-000000.tar") as tar:
+        first = tar.getmembers()[0]
+    assert (first.mtime, first.uid, first.gid, first.uname, first.mode) == (0, 0, 0, "", 0o644)
+
+
+def test_order_is_shuffled_and_fixed() -> None:
+    labels = np.repeat(np.arange(10, dtype=np.int32), 100)
+    order = choose_images(labels, 1000)
+    assert sorted(order) == list(range(1000))
+    assert len(set(labels[order[:50]])) == 10
+    assert order[:4].tolist() == [652, 293, 617, 707]  # by Philox's raw output, which numpy keeps across versions
+
+
+def test_limit_is_spread_over_the_classes() -> None:
+    labels = np.array([0] * 50 + [1] * 3 + [2] * 50, np.int32)
+    counts = np.bincount(labels[choose_images(labels, 23)])
+    assert counts.tolist() == [10, 3, 10]
+
+
+def test_rare_kinds_are_converted_and_bad_files_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cut = JPEG[: len(JPEG) // 2]
+    files = {"a.webp": encoded("WEBP"), "b.png": png_16_bit(), "c.jpg": JPEG, "d.jpg": b"<html>", "e.jpg": cut}
+    source = make_folder(tmp_path / "source", {f"train/cat/{name}": data for name, data in files.items()})
+    prepare(str(source), tmp_path / "dest", progress=False)
+    index = open_index(tmp_path / "dest", "train")
+    assert sorted(index.name(i).split("/")[1] for i in range(len(index))) == ["a.png", "b.png", "c.jpg"]
+    assert {inspect_image(index.read(i)).kind for i in range(len(index))} == {"direct"}
+    listed = (tmp_path / "dest/train.bad.txt").read_text().splitlines()
+    assert sorted(line.split("\t")[0] for line in listed) == ["cat/d.jpg", "cat/e.jpg"]
+    assert "2 of 5 files are no usable pictures" in caplog.text
+    assert str(tmp_path / "dest/train.bad.txt") in caplog.text
+
+
+def test_no_usable_image(tmp_path: Path) -> None:
+    files = {"train/cat/a.jpg": encoded("JPEG", image(height=300, width=400), quality=95)[:-20]}
+    with pytest.raises(InputError, match=r"none of its images can be used; the first: cat/a.jpg: OSError"):
+        prepare(str(make_folder(tmp_path / "s", files)), tmp_path / "dest", progress=False)
+    assert not (tmp_path / "dest").exists()
+
+
+def test_destination_must_be_empty_and_appears_complete(tmp_path: Path) -> None:
+    source = source_folder(tmp_path / "source")
+    with pytest.raises(InputError, match="source: is not empty"):
+        prepare(str(source), source, progress=False)
+    (source / "val/dog/v.w.jpg").write_bytes(b"")
+    with pytest.raises(InputError, match="split val: no image among 1 files"):
+        prepare(str(source), tmp_path / "dest", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    (tmp_path / "dest").mkdir()
+    prepare(str(source), tmp_path / "dest", splits=["train"], progress=False)
+    assert len(open_index(tmp_path / "dest", "train")) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": "nowhere"}, "nowhere: neither a folder nor a known set .fashion-mnist, cifar10, cifar100, stl10"),
+        ({"splits": ["test"]}, "no split test; it has train, val"),
+        ({"max_images": {"vall": 3}}, "no split vall; it has train, val"),
+        ({"images_per_shard": 0}, "images_per_shard is 0"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
+    source = str(source_folder(tmp_path / "source"))
+    with pytest.raises(InputError, match=message):
+        prepare(**{"source": source, "dest": tmp_path / "dest", "progress": False, **arguments})
+
+
+def test_splits_without_train_must_agree(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "s", {"a/cat/1.jpg": JPEG, "b/dog/1.jpg": JPEG})
+    with pytest.raises(InputError, match="same class folders: a, b"):
+        prepare(str(source), tmp_path / "dest", progress=False)
+
+
+def test_changed_or_missing_shard_is_named(tmp_path: Path) -> None:
+    prepare(str(source_folder(tmp_path / "s")), tmp_path / "dest", images_per_shard=3, progress=False)
+    (tmp_path / "dest/train-000001.tar").unlink()
+    with pytest.raises(
+        InputError, match=r"train-000001.tar is missing or not of the size that train.index was made for"
+    ):
+        open_index(tmp_path / "dest", "train")
+    (tmp_path / "dest/train.index").unlink()
+    index = open_index(tmp_path / "dest", "train")
+    assert (len(index), index.class_names) == (5, ["cat", "dog"])
+
+
+def test_known_set_with_unlabelled_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (5, 8, 9, 3), np.uint8)
+
+    def load(split: str, download_dir: Path) -> ArraySplit:
+        labels = np.array([2, 0, 1, 1, 0] if split == "train" else [-1] * 5, np.int32)
+        return ArraySplit(images, labels, ["a", "b", "c"])
+
+    monkeypatch.setitem(sets.SETS, "tiny", KnownSet(("train", "unlabeled"), load))
+    prepare("tiny", tmp_path / "dest", download_dir=tmp_path, max_images={"train": 3}, progress=False)
+    assert sorted(open_index(tmp_path / "dest", "train").labels) == [0, 1, 2]
+    index = open_index(tmp_path / "dest", "unlabeled")
+    assert index.labels.tolist() == [-1] * 5
+    assert index.class_names == ["a", "b", "c"]
+    assert (index.heights[0], index.widths[0]) == (8, 9)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    found = SimpleNamespace(data=np.zeros((2, 32, 32, 3), np.uint8), targets=[1, 0], classes=["x", "y"])
+    monkeypatch.setattr(torchvision.datasets, name.upper(), lambda root, train, download: found)
+    split = sets.load_split(name, "train", tmp_path)
+    assert (len(split), split.labels.tolist(), split.class_names) == (2, [1, 0], ["x", "y"])
+    assert inspect_image(split.read(0))[2:4] == (32, 32)
+
+
+def test_stl10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = np.zeros((2, 3, 96, 90), np.uint8)
+    data[0, 0] = 255
+    found = SimpleNamespace(data=data, labels=np.array([-1, -1]), classes=["x"])
+    monkeypatch.setattr(torchvision.datasets, "STL10", lambda root, split, download: found)
+    split = sets.load_split("stl10", "unlabeled", tmp_path)
+    assert split.images[0, 0, 0].tolist() == [255, 0, 0]
+    assert inspect_image(split.read(1))[2:4] == (96, 90)
+
+
+def test_fashion_mnist_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pixels = np.arange(2 * 784, dtype=np.uint32).astype(np.uint8)
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(
+        gzip.compress(struct.pack(">4I", 2051, 2, 28, 28) + pixels.tobytes())
+    )
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(struct.pack(">2I", 2049, 2) + b"\7\3"))
+    monkeypatch.setattr(sets, "DEBIAN_FASHION_MNIST", tmp_path)
+    split = sets.load_split("fashion-mnist", "test", tmp_path)
+    np.testing.assert_array_equal(split.images, pixels.reshape(2, 28, 28))
+    assert split.labels.tolist() == [7, 3]
+    assert split.class_names[7] == "Sneaker"
+
+
+def test_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(root: str, train: bool, download: bool) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", fail)
+    with pytest.raises(
+        InputError, match=rf"cannot get cifar10 \(train\): Network is unreachable. .*into {tmp_path} yourself"
+    ):
+        prepare("cifar10", tmp_path / "dest", download_dir=tmp_path, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_photographs(tmp_path: Path) -> None:
+    prepare(str(shared("photos")), tmp_path / "dest", progress=False)
+    index = open_index(tmp_path / "dest", "train")
+    assert len(index) == len(index.class_names) == 200
+    assert sorted(index.labels) == list(range(200))
+
+
+def test_demo_set() -> None:
+    assert sum(path.stat().st_size for path in DEMO_DATA.iterdir() if path.is_file()) <= 6_000_000
+    for split, count in (("train", 10_000), ("test", 2_000)):
+        index = open_index(DEMO_DATA, split)
+        assert np.bincount(index.labels).tolist() == [count // 10] * 10
+        assert inspect_image(index.read(count - 1)).kind == "direct"
+        assert set(index.heights) == set(index.widths) == {28}
+        assert index.class_names[9] == "Ankle boot"
+    assert "Zalando SE" in (DEMO_DATA / "LICENSE-fashion-mnist.txt").read_text()

@@ -1,0 +1,210 @@
+"""Image folder or published set -> tar shards (WebDataset convention) with index and class names.
+
+DEST holds SPLIT-000000.tar, ..., SPLIT.index, dataset.json and, where files were left out, SPLIT.bad.txt. The same input gives
+the same bytes. Within a split the images are shuffled once, for programs that read shards in order (this one does not).
+"""
+
+import io
+import itertools
+import json
+import logging
+import shutil
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.formats import inspect_image, to_direct
+from trainer.data.index import Index, user_cache
+from trainer.data.index_build import LAYOUT, READ_THREADS, build_folder, list_class_folders, log_left_out, with_progress
+from trainer.data.index_file import IndexContent, write_index
+from trainer.data.sets import SETS, ArraySplit, load_split
+from trainer.data.shards import build_shards, list_shards
+from trainer.errors import InputError
+from trainer.files import write_text
+
+SHUFFLE_SEED = 0
+READ_AHEAD = 256  # images held in memory between the readers and the tar
+SOURCE_INDEX = "source_index"
+
+_log = logging.getLogger(__name__)
+
+
+class Sample(NamedTuple):
+    """One image as it goes into a tar: KEY.SUFFIX with its bytes, and its label."""
+
+    key: str
+    suffix: str
+    data: bytes
+    label: int
+
+
+def prepare(
+    source: str,
+    dest: Path,
+    *,
+    splits: Sequence[str] | None = None,
+    max_images: Mapping[str, int] | None = None,
+    images_per_shard: int = 10_000,
+    download_dir: Path | None = None,
+    progress: bool = True,
+) -> None:
+    """Write SOURCE, an image folder (ROOT/SPLIT/CLASS/IMAGE) or a name in `sets.SETS`, as a prepared set to DEST.
+
+    splits: which to take, else all. max_images: at most so many of a split, spread evenly over its classes. DEST must be
+    missing or empty and appears only when complete. Bad files are named in SPLIT.bad.txt. Raises InputError.
+    """
+    dest = dest.expanduser().absolute()
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise InputError(f"{dest}: is not empty; name a new folder, or remove it first")
+    if images_per_shard < 1:
+        raise InputError(f"images_per_shard is {images_per_shard}, must be at least 1")
+    available = _list_splits(source)
+    available = _list_splits(source)
+    splits = list(splits) if splits else available
+    if unknown := sorted({*splits, *(max_images or {})} - set(available)):
+        raise InputError(f"{source}: no split {', '.join(unknown)}; it has {', '.join(available)}")
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    partial = dest.with_name(f".{dest.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir()
+    try:
+        counts, names_by_split = {}, {}
+        for split in splits:
+            images, bad = _open_source(source, split, partial, download_dir or user_cache() / "downloads", progress)
+            limit = (max_images or {}).get(split, len(images))
+            content = _write_shards(images, bad, split, limit, partial, images_per_shard, progress)
+            write_index(partial / f"{split}.index", content)
+            log_left_out(content, dest / f"{split}.bad.txt")
+            counts[split], names_by_split[split] = len(content.names), images.class_names
+        class_names = _agree(source, names_by_split)
+        description = {"source": Path(source).name, "images": counts, "class_names": class_names}
+        write_text(partial / "dataset.json", json.dumps(description, indent=1, ensure_ascii=False) + "\n")
+        shutil.rmtree(partial / SOURCE_INDEX, ignore_errors=True)
+        partial.rename(dest)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def choose_images(labels: npt.NDArray[np.int32], limit: int) -> npt.NDArray[np.int64]:
+    """Shuffled ids of at most `limit` images, of every class equally many where it has them.
+
+    (n,) labels -> (min(n, limit),) ids. Raw Philox output is sorted, since numpy's own shuffles may change between versions.
+    """
+    order = np.argsort(np.random.Philox(SHUFFLE_SEED).random_raw(len(labels)), kind="stable")
+    by_class = np.argsort(labels[order], kind="stable")
+    sorted_labels = labels[order][by_class]
+    rank_in_class = np.empty(len(labels), np.int64)
+    rank_in_class[by_class] = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
+    return order[np.sort(np.argsort(rank_in_class, kind="stable")[:limit])]
+
+
+def _list_splits(source: str) -> list[str]:
+    if source in SETS:
+        return list(SETS[source].splits)
+    root = Path(source).expanduser()
+    if not root.is_dir():
+        raise InputError(f"{source}: neither a folder nor a known set ({', '.join(SETS)}); {LAYOUT}")
+    if not (splits := list_class_folders(root)):
+        raise InputError(f"{root}: no folders in it; {LAYOUT}")
+    return splits
+
+
+def _open_source(
+    source: str, split: str, partial: Path, download_dir: Path, progress: bool
+) -> tuple[Index | ArraySplit, list[tuple[str, str]]]:
+    """The images, and (name, problem) of the files that are none."""
+    if source in SETS:
+        download_dir.mkdir(parents=True, exist_ok=True)
+        return load_split(source, split, download_dir), []
+    root = Path(source).expanduser()
+    content, notes = build_folder(root, split, progress)
+    for note in notes:
+        _log.warning("%s", note)
+    path = partial / SOURCE_INDEX / f"{split}.index"
+    path.parent.mkdir(exist_ok=True)
+    write_index(path, content)
+    return Index(path, root), content.bad
+
+
+def _write_shards(
+    images: Index | ArraySplit,
+    bad: list[tuple[str, str]],
+    split: str,
+    limit: int,
+    folder: Path,
+    images_per_shard: int,
+    progress: bool,
+) -> IndexContent:
+    """Write one split's shards; returns the content of their index, `bad` and what was found bad here included."""
+    bad = list(bad)
+    samples = _read_samples(images, choose_images(images.labels, limit).tolist(), bad)
+    numbered = enumerate(with_progress(samples, min(limit, len(images)), f"write {split}", progress))
+    for number, shard in itertools.groupby(numbered, lambda item: item[0] // images_per_shard):
+        with tarfile.open(folder / f"{split}-{number:06d}.tar", "w", encoding="utf-8") as tar:
+            for _, sample in shard:
+                _add_member(tar, f"{sample.key}.{sample.suffix}", sample.data)
+                _add_member(tar, f"{sample.key}.cls", str(sample.label).encode())
+    if not (shards := list_shards(folder, split)):
+        raise InputError(f"split {split}: none of its images can be used; the first: {': '.join(bad[0])}")
+    content = build_shards(shards, split, images.class_names, progress)
+    content.bad = bad
+    return content
+
+
+def _read_samples(images: Index | ArraySplit, ids: list[int], bad: list[tuple[str, str]]) -> Iterator[Sample]:
+    """The usable images in the order of `ids`, read by threads; the others are appended to `bad`."""
+    keys: set[str] = set()
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        for start in range(0, len(ids), READ_AHEAD):
+            window = ids[start : start + READ_AHEAD]
+            for i, (data, suffix, problem) in zip(
+                window, pool.map(lambda i: _read_image(images, i), window), strict=True
+            ):
+                if problem:
+                    bad.append((images.name(i), problem))
+                else:
+                    yield Sample(_new_key(images.name(i), keys), suffix, data, int(images.labels[i]))
+
+
+def _read_image(images: Index | ArraySplit, i: int) -> tuple[bytes, str, str]:
+    """(bytes for the tar, suffix, problem) of image i."""
+    try:
+        data = images.read(i)
+        info = inspect_image(data)
+        if info.kind == "convert":
+            return to_direct(data), "png", ""
+    except (OSError, InputError) as error:
+        return b"", "", str(error)
+    return data, "jpg" if info.format == "JPEG" else "png", info.problem
+
+
+def _new_key(name: str, keys: set[str]) -> str:
+    """The file's base name without suffix, made unique; dots end a key in the WebDataset convention."""
+    base = name.rpartition("/")[2]
+    stem = (base.rpartition(".")[0] or base).replace(".", "_")
+    key = stem
+    while key in keys:
+        key = f"{stem}_{len(keys)}"
+        stem = key
+    keys.add(key)
+    return key
+
+
+def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)  # owner and time stay 0: the same input gives the same bytes
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def _agree(source: str, names_by_split: dict[str, list[str]]) -> list[str]:
+    """The one list of class names of all splits (they differ only where there is no training split to give it)."""
+    first, *others = names_by_split.values()
+    if any(names != first for names in others):
+        splits = ", ".join(names_by_split)
+        raise InputError(f"{source}: without a split named train, all splits need the same class folders: {splits}")
+    return first
