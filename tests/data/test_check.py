@@ -1,0 +1,74 @@
+"""check-data's work: every file read and decoded, every bad one named."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+from pictures import damaged_png, encoded, image, make_folder, make_tar, shared
+
+from trainer.data.check import check_data
+from trainer.data.prepare import prepare
+from trainer.errors import InputError
+
+JPEG = encoded("JPEG")
+
+
+def test_odd_files() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = check_data(shared("odd"))
+    assert {name[:2] for name, _ in report.bad} == {"01", "02", "03", "06", "08", "24", "29", "31", "39"}
+    assert report.checked == 23
+    assert report.converted == 5  # CMYK, WebP, GIF, 16 bits, arithmetic coding
+    assert all(problem for _, problem in report.bad)
+
+
+def test_folder_of_any_depth(tmp_path: Path) -> None:
+    files = {"a.jpg": JPEG, "x/y/b.png": damaged_png(), "x/c.txt": b"text", ".hidden": b"x", "x/.h/d.jpg": b"x"}
+    (tmp_path / "x/y").mkdir(parents=True)
+    (tmp_path / "x/loop").symlink_to(tmp_path / "x")
+    report = check_data(make_folder(tmp_path, files))
+    assert report.checked == 3
+    assert [name for name, _ in report.bad] == ["x/c.txt", "x/y/b.png"]
+
+
+def test_one_split_of_a_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path, {"train/cat/a.jpg": b"", "val/cat/a.jpg": JPEG})
+    assert check_data(tmp_path, splits=["val"]).bad == []
+    assert check_data(tmp_path, splits=["train"]).bad == [("train/cat/a.jpg", "empty file")]
+    with pytest.raises(InputError, match="test: no such folder"):
+        check_data(tmp_path, splits=["test"])
+
+
+def test_shards(tmp_path: Path) -> None:
+    make_tar(
+        tmp_path / "train-000000.tar", [("a.jpg", JPEG), ("a.cls", b"0"), ("b.png", damaged_png()), ("b.cls", b"0")]
+    )
+    make_tar(tmp_path / "train-000001.tar", [("c.jpg", JPEG)])
+    make_tar(tmp_path / "val-000000.tar", [("d.webp", encoded("WEBP")), ("d.cls", b"0")])
+    report = check_data(tmp_path)
+    assert [name for name, _ in report.bad] == ["train-000001.tar", "train-000000.tar/b.png"]
+    assert (report.checked, report.converted) == (3, 1)
+    assert check_data(tmp_path, splits=["val"]).checked == 1
+    with pytest.raises(InputError, match="no shards of split test; it has train, val"):
+        check_data(tmp_path, splits=["test"])
+
+
+def test_prepared_set_and_its_index(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "s", {f"train/cat/{i}.jpg": encoded("JPEG", image(seed=i)) for i in range(4)})
+    prepare(str(source), tmp_path / "dest", progress=False)
+    assert check_data(tmp_path / "dest").bad == []
+    path = tmp_path / "dest/train.index"
+    whole = bytearray(path.read_bytes())
+    whole[-20] ^= 1
+    path.write_bytes(whole)
+    assert [name for name, _ in check_data(tmp_path / "dest").bad] == ["train.index"]
+    path.write_bytes(whole[:-1])
+    assert "not a usable index" in check_data(tmp_path / "dest").bad[0][1]
+
+
+def test_nothing_to_check(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no files to check"):
+        check_data(tmp_path)
+    with pytest.raises(InputError, match="no such folder"):
+        check_data(tmp_path / "nowhere")
