@@ -15,7 +15,8 @@ from nvidia.dali import __version__ as dali_version
 from trainer.config import Config
 from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.distributed import Ranks, choose_device
+from trainer.device import choose_device
+from trainer.distributed import Ranks
 from trainer.run_folder import git_commit
 from trainer.setup import open_shared_index
 

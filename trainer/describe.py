@@ -11,12 +11,13 @@ from torch import Tensor
 
 from trainer.config import Config, peak_learning_rate
 from trainer.data.index import open_index
+from trainer.device import autocast_dtype
 from trainer.distributed import Ranks, own_rows, slice_group_size
 from trainer.errors import InputError
 from trainer.model import Model
 from trainer.run_folder import git_commit
 from trainer.schedule import build_schedule
-from trainer.setup import Run, autocast_dtype, check_set_size, rows_together
+from trainer.setup import Run, check_set_size, rows_together
 
 _log = logging.getLogger(__name__)
 _MEASURED_IMAGES = 2  # of which the dry run measures a forward

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.config import Config
 from trainer.data.plan import Rows
 from trainer.errors import InputError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,6 @@ def find_ranks() -> Ranks:
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return Ranks(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"]))
     return Ranks()
-
-
-def choose_device(config: Config, ranks: Ranks) -> torch.device:
-    """The rank's device. Raises InputError where a GPU is asked for and there is none."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device is cuda, but torch sees no GPU here: set device to cpu or auto")
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if ranks.local_rank >= torch.cuda.device_count():
-        raise InputError(
-            f"rank {ranks.rank} is number {ranks.local_rank} on its node, which has {torch.cuda.device_count()} GPU(s): "
-            "start one rank a GPU"
-        )
-    torch.cuda.set_device(ranks.local_rank)
-    return torch.device("cuda", ranks.local_rank)
 
 
 @contextmanager
@@ -126,6 +112,14 @@ def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Modul
         gradient_as_bucket_view=True,
         static_graph=True,
     )
+
+
+def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """`work()` on every rank, on one of each node before the others: it may leave a file that the others then read."""
+    done = work() if ranks.local_rank == 0 else None
+    if ranks.world_size > 1:
+        dist.barrier()
+    return work() if done is None else done
 
 
 def agree(flags: Tensor, ranks: Ranks) -> Tensor:

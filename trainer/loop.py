@@ -11,7 +11,8 @@ import time
 from trainer.config import Config
 from trainer.config_load import save_config
 from trainer.describe import describe_run
-from trainer.distributed import choose_device, find_ranks, process_group
+from trainer.device import choose_device
+from trainer.distributed import find_ranks, process_group
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
 from trainer.run_folder import open_run_folder, start_logging, write_state

@@ -11,10 +11,12 @@ from typing import Any
 
 import timm
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.batch_norm import convert_batch_norm
-from trainer.config import ModelConfig, ViewsConfig
+from trainer.config import Config, ModelConfig, ViewsConfig
+from trainer.distributed import Ranks
 from trainer.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -83,6 +85,13 @@ class Projector(nn.Module):
         x = self.hidden(features)
         with torch.autocast(x.device.type, enabled=False):
             return self.norm(self.last(x.float()))
+
+
+def build_model(config: Config, ranks: Ranks) -> Model:
+    """The model with the seed's initial weights, the same on every rank, on the CPU."""
+    torch.manual_seed(config.seed)
+    group = dist.group.WORLD if ranks.world_size > 1 else None
+    return Model(config.model, config.views, group.group_name if group else None, ranks.world_size)
 
 
 def build_encoder(config: ModelConfig) -> Any:

@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 
 # settings that may change between restarts without changing what is learnt
 _FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "compile", "data.root",
-         "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps", "data.max_bad_share",
+         "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
+         "data.max_bad_share",
          "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",
          "checkpoint.", "log.", "evaluate.")  # fmt: skip
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.checkpoint import load_encoder
@@ -15,9 +14,10 @@ from trainer.config import Config
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
-from trainer.distributed import Ranks, make_slice_group, own_rows, slice_group_size, wrap_model
+from trainer.device import autocast_dtype
+from trainer.distributed import Ranks, make_slice_group, one_rank_a_node_first, own_rows, slice_group_size, wrap_model
 from trainer.errors import InputError
-from trainer.model import Model
+from trainer.model import build_model
 from trainer.optimizer import build_optimizer
 from trainer.run_folder import append_line
 from trainer.schedule import Schedule, build_schedule
@@ -128,12 +128,7 @@ def open_shared_index(config: Config, ranks: Ranks) -> Index:
     root, split = Path(config.data.root), config.data.train_split
     if not config.data.root:
         raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
-    if ranks.local_rank == 0:
-        index = open_index(root, split, progress=ranks.is_first)
-    if ranks.world_size > 1:
-        dist.barrier()
-    if ranks.local_rank != 0:
-        index = open_index(root, split)
+    index = one_rank_a_node_first(ranks, lambda: open_index(root, split, progress=ranks.is_first))
     check_set_size(config, len(index))
     return index
 
@@ -153,25 +148,3 @@ def check_set_size(config: Config, num_images: int) -> None:
 def rows_together(config: Config) -> int:
     """Images of one step that can't be split over slice groups: a slice, or a block that is permuted."""
     return config.loss.permutation_block if config.loss.iterations > 1 else config.loss.slice_size
-
-
-def build_model(config: Config, ranks: Ranks) -> Model:
-    """The model with the seed's initial weights, the same on every rank."""
-    torch.manual_seed(config.seed)
-    name = dist.group.WORLD.group_name if ranks.world_size > 1 and dist.group.WORLD else None
-    return Model(config.model, config.views, name, ranks.world_size)
-
-
-def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """bf16 or None (float32): what config.precision means on this device."""
-    if config.precision == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bf16()
-        return torch.bfloat16 if fast else None
-    return torch.bfloat16 if config.precision == "bf16" else None
-
-
-def _cpu_multiplies_bf16() -> bool:
-    """Whether the processor has bf16 dot products (emulated, they are slower than float32)."""
-    flags = Path("/proc/cpuinfo")
-    words = set(flags.read_text().split()) if flags.exists() else set()
-    return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})

@@ -1,0 +1,135 @@
+"""Features of a split: every usable, labelled image once, one centre crop each, computed by all ranks.
+
+Shapes: n images, F features, S pixels a side.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.config import Config
+from trainer.data.index import Index, open_index
+from trainer.data.loader import ViewLoader, eval_requests
+from trainer.data.views import eval_recipe
+from trainer.device import autocast_dtype
+from trainer.distributed import Ranks, one_rank_a_node_first
+from trainer.errors import InputError
+from trainer.model import Model
+
+_log = logging.getLogger(__name__)
+_STATISTICS_BATCHES = 20  # from which an untrained encoder's BatchNorm statistics are estimated
+Encode = Callable[[Tensor], Tensor]  # pixels (R, 3, S, S) uint8 -> features (R, F)
+
+
+@dataclass(frozen=True)
+class Features:
+    """One split, in the order of its index."""
+
+    x: Tensor  # (n, F) float32, CPU
+    labels: Tensor  # (n,) int64
+    class_names: list[str]
+    left_out: int  # images that could not be read
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where features are computed."""
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+
+
+def extract(encode: Encode, split: str, place: Place) -> Features:
+    """Features of all labelled images of `split`; the same on every rank. Raises InputError where there are none."""
+    index = one_rank_a_node_first(place.ranks, lambda: open_index(Path(place.config.data.root), split))
+    labelled = np.flatnonzero(np.asarray(index.labels) >= 0)
+    if not len(labelled):
+        raise InputError(f"the split {split!r} in {place.config.data.root} has no labelled images")
+    own = np.array_split(labelled, place.ranks.world_size)[place.ranks.rank]
+    parts, used = [torch.zeros(0)], []
+    dtype = autocast_dtype(place.config, place.device)
+    for pixels, asked, shown in _batches(index, own, place):
+        with torch.inference_mode(), torch.autocast(place.device.type, dtype, enabled=dtype is not None):
+            features = encode(pixels).float().cpu()
+        right = asked == shown  # the loader puts another image in an unusable one's place: it must not count
+        parts.append(features[torch.from_numpy(right)])
+        used.append(asked[right])
+    x, ids = _gather(torch.cat(parts[1:]), np.concatenate(used), place)
+    left_out = len(labelled) - len(ids)
+    if left_out:
+        _log.warning("%d of %d images of split %s could not be read and do not count", left_out, len(labelled), split)
+    labels = torch.from_numpy(np.asarray(index.labels)[ids].astype(np.int64))
+    return Features(x, labels, index.class_names, left_out)
+
+
+def trained_encoder(model: Model) -> Encode:
+    """Features before the projector; BatchNorm uses its running statistics and leaves them as they are."""
+    model.eval()
+    return lambda pixels: model.encoder(model.scale(pixels))
+
+
+def untrained_encoder(model: Model, place: Place) -> Encode:
+    """The same for a model that never saw an image: its BatchNorm statistics are first estimated on training images."""
+    norms = [m for m in model.encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain average over the batches
+    data = place.config.data
+    index = one_rank_a_node_first(place.ranks, lambda: open_index(Path(data.root), data.train_split))
+    count = min(len(index), _STATISTICS_BATCHES * place.config.evaluate.images_per_batch)
+    spread = np.linspace(0, len(index) - 1, count).astype(np.int64)
+    model.train()
+    for pixels, _, _ in _batches(index, spread, place):
+        with torch.no_grad():
+            model.encoder(model.scale(pixels))
+    return trained_encoder(model)
+
+
+def raw_pixels(pixels: Tensor) -> Tensor:
+    """No encoder at all: what the pixels of the centre crop, 0..1, are worth as features."""
+    return pixels.flatten(1).float() / 255
+
+
+def _batches(index: Index, ids: np.ndarray, place: Place):  # type: ignore[no-untyped-def]
+    """(pixels, ids asked for, ids shown) of each batch."""
+    size = place.config.evaluate.images_per_batch
+    recipe = eval_recipe(place.config.views)
+    steps = -(-len(ids) // size)
+    loader = ViewLoader(
+        index,
+        recipe,
+        place.config.data,
+        eval_requests(recipe, ids, size),
+        batch_size=size,
+        device=place.device,
+        first_step=0,
+        end_step=steps,
+    )
+    for batch in loader:
+        yield batch.views, ids[batch.step * size : (batch.step + 1) * size], batch.image_ids
+
+
+def _gather(x: Tensor, ids: np.ndarray, place: Place) -> tuple[Tensor, np.ndarray]:
+    """The rows of all ranks in the order of their ids; ranks may hold different counts."""
+    if place.ranks.world_size == 1:
+        return x, ids
+    counts = torch.zeros(place.ranks.world_size, dtype=torch.int64, device=place.device)
+    counts[place.ranks.rank] = len(ids)
+    dist.all_reduce(counts)
+    most = int(counts.max())
+    padded = torch.zeros(most, x.shape[1] + 1, dtype=torch.float64, device=place.device)  # exact for ids and float32
+    padded[: len(ids), 0] = torch.from_numpy(ids)
+    padded[: len(ids), 1:] = x.to(place.device)
+    everyone = [torch.zeros_like(padded) for _ in range(place.ranks.world_size)]
+    dist.all_gather(everyone, padded)
+    rows = torch.cat([rows[:count] for rows, count in zip(everyone, counts.tolist(), strict=True)]).cpu()
+    return rows[:, 1:].float(), rows[:, 0].to(torch.int64).numpy()
