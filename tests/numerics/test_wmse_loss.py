@@ -148,11 +148,19 @@ def test_all_slices_failed_is_0_with_zero_gradient():
     assert not wmse_loss_with_status(v, num_views=2, slice_size=8)[1].ok.any()
 
 
-def test_float32_under_bfloat16_autocast():
+def test_float32_under_bfloat16_autocast(monkeypatch):
+    autocast = []
+
+    def spy(*arguments, plain=wmse.pair_distance):
+        autocast.append(torch.is_autocast_enabled("cpu"))
+        return plain(*arguments)
+
+    monkeypatch.setattr(wmse, "pair_distance", spy)
     v, sizes = embeddings(2, 24, 4).float(), {"num_views": 2, "slice_size": 12, "permutations": permutations_of(1, 24)}
     expected = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
     with torch.autocast("cpu", torch.bfloat16):
         under = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    assert autocast == [False, False]
     assert all(torch.equal(*pair) for pair in zip(expected, under, strict=True))
     assert wmse_loss(v.bfloat16(), **sizes).dtype == torch.float32
 
