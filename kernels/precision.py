@@ -27,8 +27,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
     finally:
         for flags, precision in zip(_MATMUL_FLAGS, saved, strict=True):
             if precision not in ("ieee", "none"):
-                flags.fp32_precision = (
-                    "none"  # a flag that followed `torch.backends.fp32_precision` goes on following it
-                )
+                # A flag that followed `torch.backends.fp32_precision` goes on following it.
+                flags.fp32_precision = "none"
                 if flags.fp32_precision != precision:
                     flags.fp32_precision = precision

@@ -177,8 +177,7 @@ def _print_table(results: list[dict[str, Any]]) -> None:
             table.add_row(", ".join(map(str, result["shape"].values())), name, *cells, *ratios)
         table.add_section()
     table.caption = "microseconds a call: median (quartiles); ratios of forward_backward"
-    console = Console(stderr=True)
-    console.print(table, width=max(console.width, 130))
+    Console(stderr=True, width=130).print(table)
 
 
 def _device_name(device: str) -> str:

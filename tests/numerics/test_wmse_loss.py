@@ -151,11 +151,11 @@ def test_all_slices_failed_is_0_with_zero_gradient():
 def test_float32_under_bfloat16_autocast(monkeypatch):
     autocast = []
 
-    def spy(*arguments, plain=wmse.pair_distance):
+    def spy(*arguments, plain=wmse.MeanPairDistance.apply):
         autocast.append(torch.is_autocast_enabled("cpu"))
         return plain(*arguments)
 
-    monkeypatch.setattr(wmse, "pair_distance", spy)
+    monkeypatch.setattr(wmse.MeanPairDistance, "apply", spy)
     v, sizes = embeddings(2, 24, 4).float(), {"num_views": 2, "slice_size": 12, "permutations": permutations_of(1, 24)}
     expected = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
     with torch.autocast("cpu", torch.bfloat16):
@@ -170,6 +170,13 @@ def test_shrinkage_reaches_the_whitening():
     v.requires_grad_()
     assert torch.autograd.gradcheck(lambda v: wmse_loss(v, **sizes, eps=0.3), v)
     assert wmse_loss(v, **sizes, eps=0.3) != wmse_loss(v, **sizes)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_second_derivative_is_refused(backend):
+    v = embeddings(2, 16, 4).requires_grad_()
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(wmse_loss(v, num_views=2, slice_size=8, backend=backend), v, create_graph=True)
 
 
 def test_compiles_as_one_graph():
