@@ -59,7 +59,7 @@ class ViewBatchNorm(nn.Module):
         )
 
     def _all_ranks(self, x: Tensor, group_name: str) -> Tensor:
-        views = x.unflatten(0, (self.num_views, -1)).float()  # (d, N, C, ...)
+        views = at_least_float32(x).unflatten(0, (self.num_views, -1))  # (d, N, C, ...)
         over = [1, *range(3, views.dim())]
         local_var, local_mean = torch.var_mean(views, over, correction=0)  # (d, C)
         means, variances = _GatherRanks.apply(torch.stack([local_mean, local_var]), group_name).unbind(1)
@@ -78,6 +78,11 @@ class ViewBatchNorm(nn.Module):
         for view in range(self.num_views):
             self.running_mean.lerp_(mean[view], self.momentum)
             self.running_var.lerp_(var[view], self.momentum)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """float64 as it is (tests compare in it), anything less as float32."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class _GatherRanks(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ def main(words: Words | None = None) -> int:
     if words[0] == "--version":
         print(f"wmse {trainer.__version__}")
         return DONE
+    # threads of OpenMP that spin while they wait take the cores from DALI's; must be set before torch is loaded
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _check_own_packages()
         if words[0] not in COMMANDS:
@@ -126,7 +129,7 @@ def _evaluation(command: Callable[[Words], int], words: Words) -> int:
         "--checkpoint",
         default="last",
         metavar="WHICH",
-        help="last, a step, a file, or random: the untrained encoder (default last)",
+        help="last, a step, a file, random (the untrained encoder) or pixels (no encoder)",
     )
     own, settings = _parse_with_settings(parser, words)
     from trainer.evaluate.run import run_evaluation

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,7 +91,12 @@ def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterabl
         elif value is None:
             problems.append(f"{name} has no value")
         else:
-            yield f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+            yield f"--{name}={value if isinstance(value, str) else _as_word(value)}"
+
+
+def _as_word(value: Any) -> str:
+    """A value from YAML as one line of YAML, which is what the command line takes."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n").removesuffix("\n...")
 
 
 def _override_words(words: Iterable[str], problems: list[str]) -> Iterable[str]:

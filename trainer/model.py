@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.batch_norm import convert_batch_norm
+from trainer.batch_norm import at_least_float32, convert_batch_norm
 from trainer.config import Config, ModelConfig, ViewsConfig
 from trainer.distributed import Ranks
 from trainer.errors import InputError
@@ -84,7 +84,7 @@ class Projector(nn.Module):
         """(R, F) -> (R, k) float32."""
         x = self.hidden(features)
         with torch.autocast(x.device.type, enabled=False):
-            return self.norm(self.last(x.float()))
+            return self.norm(self.last(at_least_float32(x)))
 
 
 def build_model(config: Config, ranks: Ranks) -> Model:

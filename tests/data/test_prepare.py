@@ -158,10 +158,10 @@ def test_known_set_with_unlabelled_split(tmp_path: Path, monkeypatch: pytest.Mon
         labels = np.array([2, 0, 1, 1, 0] if split == "train" else [-1] * 5, np.int32)
         return ArraySplit(images, labels, ["a", "b", "c"])
 
-    monkeypatch.setitem(sets.SETS, "tiny", KnownSet(("train", "unlabeled"), load))
+    monkeypatch.setitem(sets.SETS, "tiny", KnownSet(("train", "train+unlabeled"), load))
     prepare("tiny", tmp_path / "dest", download_dir=tmp_path, max_images={"train": 3}, progress=False)
     assert sorted(open_index(tmp_path / "dest", "train").labels) == [0, 1, 2]
-    index = open_index(tmp_path / "dest", "unlabeled")
+    index = open_index(tmp_path / "dest", "train+unlabeled")
     assert index.labels.tolist() == [-1] * 5
     assert index.class_names == ["a", "b", "c"]
     assert (index.heights[0], index.widths[0]) == (8, 9)
@@ -181,7 +181,7 @@ def test_stl10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data[0, 0] = 255
     found = SimpleNamespace(data=data, labels=np.array([-1, -1]), classes=["x"])
     monkeypatch.setattr(torchvision.datasets, "STL10", lambda root, split, download: found)
-    split = sets.load_split("stl10", "unlabeled", tmp_path)
+    split = sets.load_split("stl10", "train+unlabeled", tmp_path)
     assert split.images[0, 0, 0].tolist() == [255, 0, 0]
     assert inspect_image(split.read(1))[2:4] == (96, 90)
 

@@ -64,7 +64,6 @@ def prepare(
     if images_per_shard < 1:
         raise InputError(f"images_per_shard is {images_per_shard}, must be at least 1")
     available = _list_splits(source)
-    available = _list_splits(source)
     splits = list(splits) if splits else available
     if unknown := sorted({*splits, *(max_images or {})} - set(available)):
         raise InputError(f"{source}: no split {', '.join(unknown)}; it has {', '.join(available)}")

@@ -90,5 +90,5 @@ SETS = {
     "fashion-mnist": KnownSet(("train", "test"), _fashion_mnist),
     "cifar10": KnownSet(("train", "test"), _cifar10),
     "cifar100": KnownSet(("train", "test"), _cifar100),
-    "stl10": KnownSet(("train", "test", "unlabeled"), _stl10),
+    "stl10": KnownSet(("train", "test", "train+unlabeled"), _stl10),
 }

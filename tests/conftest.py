@@ -1,0 +1,52 @@
+"""What several tests share: small real sets made on the fly, and the photographs where they are at hand."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, before torch is loaded
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+model: {backbone: test_resnet, stem: half, zero_init_last: false, projector: mlp, projector_hidden: [16], embedding_size: 8}
+loss: {slice_size: 16}
+views: {num_views: 2, side: 32, test_resize: 32, interpolation: bilinear, blur_probability: 0}
+data: {images_per_step: 16, threads: 1, read_ahead_steps: 1, test_split: val}
+optimizer: {name: adam, learning_rate: 1e-3, learning_rate_rule: fixed, epochs: 3, warmup_steps: 2}
+checkpoint: {every_minutes: 0}
+log: {every_steps: 1, tensorboard: false}
+evaluate: {images_per_batch: 16, probe_epochs: 5, probe_batch_size: 16}
+precision: fp32
+device: cpu
+"""
+
+
+def write_images(folder: Path, count: int, seed: int, size: tuple[int, int] = (40, 36)) -> None:
+    """`count` smooth random pictures as JPEG in an existing or new folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        small = Image.fromarray(rng.integers(0, 255, (5, 5, 3), dtype=np.uint8))
+        small.resize(size, Image.Resampling.BICUBIC).save(folder / f"{seed}_{i}.JPEG", quality=90)
+
+
+@pytest.fixture(scope="session")
+def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder of two classes: train 2 x 24, val 2 x 8."""
+    root = tmp_path_factory.mktemp("tiny_set")
+    for split, count in (("train", 24), ("val", 8)):
+        for number, name in enumerate(("cats", "dogs")):
+            write_images(root / split / name, count, seed=number + 10 * (split == "val"))
+    return root
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path) -> Path:
+    """A config that trains on such a set in a second: 2 views of 32 px, 16 images a step, 3 epochs."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path

@@ -1,0 +1,126 @@
+"""Settings: strict, all problems at once, and what they mean survives a round trip."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Config, flatten, peak_learning_rate
+from trainer.config_load import load_config, save_config
+from trainer.errors import InputError
+
+
+def load(text: str, tmp_path: Path, *overrides: str) -> Config:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def problems(text: str, tmp_path: Path, *overrides: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load(text, tmp_path, *overrides)
+    return str(caught.value)
+
+
+def test_numbers_as_people_write_them(tmp_path: Path) -> None:
+    config = load(
+        "optimizer: {learning_rate: 1e-3, weight_decay: 1E-6, warmup_epochs: 10}\nloss: {eps: .5e-3}", tmp_path
+    )
+    assert config.optimizer.learning_rate == 1e-3
+    assert config.optimizer.weight_decay == 1e-6
+    assert config.loss.eps == 5e-4
+
+
+def test_overrides_win_wherever_they_stand(tmp_path: Path) -> None:
+    config = load("seed: 1\nviews: {crop_area: [0.2, 1]}", tmp_path, "--seed", "5", "--views.crop_ratio=[0.5, 2]")
+    assert config.seed == 5
+    assert config.views.crop_area == (0.2, 1.0)
+    assert config.views.crop_ratio == (0.5, 2.0)
+
+
+def test_saved_config_loads_as_the_same(tmp_path: Path) -> None:
+    config = load("model: {projector_hidden: [8, 9]}\nrun_dir: 'a: b'", tmp_path, "--loss.eps", "1e-4")
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", []) == config
+
+
+def test_all_problems_at_once_with_the_nearest_key(tmp_path: Path) -> None:
+    message = problems(
+        "sed: 1\noptimizer: {epoch: 3, name: sgd}\ndata: 7\nviews: {side: abc}",
+        tmp_path,
+        "--loss.slise_size",
+        "4",
+        "stray",
+    )
+    for part in (
+        "unknown setting sed: did you mean seed?",
+        "unknown setting optimizer.epoch: did you mean optimizer.epochs?",
+        "optimizer.name is 'sgd': give one of 'adam', 'lars'",
+        "data is a section",
+        "views.side is 'abc': give a value of type int",
+        "unknown setting loss.slise_size: did you mean loss.slice_size?",
+        "'stray' stands alone",
+    ):
+        assert part in message
+    assert message.startswith("7 problem(s)")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    assert "'seed' stands twice" in problems("seed: 1\nseed: 2", tmp_path)
+
+
+def test_abbreviations_are_refused(tmp_path: Path) -> None:
+    assert "unknown setting optimizer.learning" in problems("", tmp_path, "--optimizer.learning", "1")
+
+
+@pytest.mark.parametrize("text", ["a: [", "[1, 2]", "\xff"])
+def test_broken_yaml_is_one_message(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(text.encode("latin1"))
+    with pytest.raises(InputError, match="config"):
+        load_config(tmp_path / "config.yaml", [])
+
+
+def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
+    assert "can't read config" in problems("seed: !!python/object/apply:os.getcwd []", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("loss: {slice_size: 128}", "loss.slice_size is 128 with model.embedding_size 128"),
+        ("data: {images_per_step: 1000}", "take 768 or 1024"),
+        ("data: {images_per_step: 100}", "take 256"),
+        ("loss: {iterations: 2, permutation_block: 300}", "loss.permutation_block is 300"),
+        ("views: {num_views: 1}", "views.num_views is 1: it must be at least 2"),
+        ("views: {hue: 0.6}", "views.hue is 0.6: it must be at most 0.5"),
+        ("views: {crop_area: [0.5, 0.2]}", "the smaller first"),
+        ("views: {crop_area: [0.5, 2]}", "a crop is at most 1"),
+        ("views: {blur_window: 22}", "take 23"),
+        ("views: {test_resize: 100}", "views.test_resize is 100"),
+        ("views: {std: [1, 1, 0]}", "above 0"),
+        ("optimizer: {warmup_epochs: 1, warmup_steps: 5}", "give one"),
+        ("optimizer: {warmup_epochs: 200}", "longer than optimizer.epochs"),
+        ("optimizer: {schedule: drops, epochs: 40}", "falling numbers below"),
+        ("optimizer: {learning_rate: .nan}", "give a finite number"),
+        ("model: {projector_hidden: [0]}", "at least 1"),
+        ("seed: -1", "seed is -1"),
+    ],
+)
+def test_impossible_settings_are_named(text: str, expected: str, tmp_path: Path) -> None:
+    assert expected in problems(text, tmp_path)
+
+
+def test_square_root_rule() -> None:
+    assert peak_learning_rate(Config()) == pytest.approx(3.2)  # 0.1 sqrt(1024)
+
+
+def test_every_setting_has_a_docstring() -> None:
+    """The help shows the docstring below each field; one without would be a riddle."""
+    from jsonargparse import ArgumentParser
+
+    from trainer.config_load import add_config_arguments
+
+    parser = ArgumentParser()
+    add_config_arguments(parser)
+    helps = {action.dest: action.help for action in parser._actions}
+    missing = [key for key in flatten(Config()) if not (helps[key] or "").strip(" .")]
+    assert not missing

@@ -1,0 +1,109 @@
+"""Every config is one experiment: held to the recipes' table, and each builds its model and takes a pass."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from trainer.config import Config, flatten, peak_learning_rate
+from trainer.config_load import load_config
+from trainer.describe import plan_lines
+from trainer.distributed import Ranks
+from trainer.model import build_model
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SMALL = {  # CIFAR, STL-10, Tiny ImageNet: what they share
+    "model.backbone": "resnet18", "model.zero_init_last": False, "model.projector": "mlp", "model.projector_hidden": (1024,),
+    "model.encoder_batch_norm": "per_view", "model.projector_batch_norm": "joint",
+    "optimizer.name": "adam", "optimizer.weight_decay": 1e-6, "optimizer.warmup_steps": 500,
+    "optimizer.schedule": "drops", "optimizer.drop_epochs_before_end": (50, 25), "optimizer.drop_factor": 0.2,
+    "views.interpolation": "bicubic", "views.flip_probability": 0.5, "views.color_probability": 0.8,
+    "views.crop_ratio": (0.75, 4 / 3), "loss.normalize": True, "loss.eps": 0.0,
+}  # fmt: skip
+WEAK = {
+    "views.crop_area": (0.2, 1.0), "views.brightness": 0.4, "views.contrast": 0.4, "views.saturation": 0.4,
+    "views.hue": 0.1, "views.gray_probability": 0.1, "views.blur_probability": 0.0, "views.order": "color_first",
+}  # fmt: skip
+STRONG = {
+    "views.crop_area": (0.08, 1.0), "views.brightness": 0.8, "views.contrast": 0.8, "views.saturation": 0.8,
+    "views.hue": 0.2, "views.gray_probability": 0.2, "views.blur_probability": 0.5, "views.blur_sigma": (0.1, 2.0),
+    "views.blur_window": 23, "views.order": "crop_first", "views.side": 224, "views.test_resize": 256,
+}  # fmt: skip
+CIFAR = {**SMALL, **WEAK, "model.stem": "small", "views.side": 32, "optimizer.epochs": 1000,
+         "model.embedding_size": 64, "loss.slice_size": 128}  # fmt: skip
+STL = {
+    **SMALL,
+    **WEAK,
+    "model.stem": "small_pool",
+    "views.side": 64,
+    "model.embedding_size": 128,
+    "loss.slice_size": 256,
+}
+IMAGENET = {**STRONG, "model.backbone": "resnet50", "model.stem": "imagenet", "model.zero_init_last": True,
+            "model.projector": "simclr", "model.projector_hidden": (2048, 2048), "model.embedding_size": 128,
+            "model.encoder_batch_norm": "joint", "model.projector_batch_norm": "joint", "model.batch_norm_ranks": "all",
+            "loss.slice_size": 256, "loss.iterations": 1, "data.images_per_step": 4096, "optimizer.name": "lars",
+            "optimizer.momentum": 0.9, "optimizer.trust_coefficient": 1e-3, "optimizer.weight_decay": 1e-4,
+            "optimizer.warmup_epochs": 10, "optimizer.schedule": "cosine", "views.num_views": 4,
+            "views.mean": (0.0, 0.0, 0.0), "views.std": (1.0, 1.0, 1.0)}  # fmt: skip
+RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak rate, settings
+    "cifar10_rn18": (3e-3, CIFAR),
+    "cifar100_rn18": (3e-3, CIFAR),
+    "stl10_rn18": (2e-3, {**STL, "optimizer.epochs": 2000}),
+    "tiny_imagenet_rn18": (2e-3, {**STL, "optimizer.epochs": 1000}),
+    "imagenet100_rn18": (2e-3, {**SMALL, **STRONG, "model.stem": "imagenet", "model.embedding_size": 128,
+                                "loss.slice_size": 256, "loss.iterations": 1, "optimizer.epochs": 240}),
+    "imagenet_rn50": (6.4, IMAGENET),
+}  # fmt: skip
+
+
+def load(path: Path) -> Config:
+    return load_config(path, [])
+
+
+def test_there_is_one_config_for_each_row_of_the_table() -> None:
+    names = {f"{key}_wmse{d}" for key in RECIPES for d in (2, 4)} - {"imagenet_rn50_wmse2"}
+    found = [path.stem for path in CONFIGS if path.stem != "demo_fashion_mnist"]
+    assert {name.rsplit("_", 1)[0] for name in found} == names
+    assert [n for n in found if n.startswith("imagenet_")] == ["imagenet_rn50_wmse4_100ep", "imagenet_rn50_wmse4_400ep"]
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem != "demo_fashion_mnist"], ids=lambda p: p.stem)
+def test_config_is_the_recipe(path: Path) -> None:
+    config = load(path)
+    recipe, views, epochs = path.stem.rsplit("_", 2)
+    peak, settings = RECIPES[recipe]
+    flat = flatten(config)
+    assert {key: flat[key] for key in settings} == settings
+    assert peak_learning_rate(config) == pytest.approx(peak)
+    assert config.optimizer.epochs == int(epochs.removesuffix("ep"))
+    assert config.views.num_views == int(views.removeprefix("wmse"))
+    if recipe != "imagenet_rn50":
+        assert config.data.images_per_step * config.views.num_views == 1024
+        four = recipe in ("stl10_rn18", "tiny_imagenet_rn18") and config.views.num_views == 2
+        assert config.loss.iterations == (4 if four else 1)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_config_builds(path: Path) -> None:
+    """The model takes two images' views and gives embeddings; the plan of the run can be said."""
+    config = load(path)
+    assert plan_lines(config, max(config.data.expected_images, 10_000), 1)
+    model = build_model(config, Ranks())
+    side = config.views.side if config.views.side < 100 else 64
+    pixels = torch.randint(0, 255, (2 * config.views.num_views, 3, side, side), dtype=torch.uint8)
+    assert model(pixels).shape == (2 * config.views.num_views, config.model.embedding_size)
+    if config.model.stem != "imagenet":
+        first = model.encoder.conv1[0] if config.model.backbone == "test_resnet" else model.encoder.conv1
+        assert first.kernel_size == (3, 3)
+        assert isinstance(model.encoder.maxpool, torch.nn.MaxPool2d) == (config.model.stem == "small_pool")
+    norms = [m for m in model.encoder.modules() if hasattr(m, "running_mean")]
+    assert all(
+        getattr(m, "num_views", 1) == (config.views.num_views if config.model.encoder_batch_norm == "per_view" else 1)
+        for m in norms
+    )
+    last = model.encoder.layer4[-1]
+    gamma = (last.bn3 if hasattr(last, "bn3") else last.bn2).weight
+    assert bool((gamma == 0).all()) == config.model.zero_init_last
