@@ -38,6 +38,7 @@ class ViewBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", norm.num_batches_tracked)
         self.eps, self.momentum = norm.eps, norm.momentum or 0.0
         self.num_views, self.group_name, self.world_size = num_views, group_name, world_size
+        self.training = norm.training
         self.after = nn.Sequential(*(getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,13 +50,15 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int) -> Pa
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The content of one file, on the CPU. Raises InputError where it is missing, broken or of another format."""
+    if not path.is_file():
+        raise InputError(f"no checkpoint {path}")
+    if not zipfile.is_zipfile(path):  # torch would take it for its format of before 2020 and fail in many ways
+        raise InputError(f"can't read checkpoint {path}: it is cut off, damaged or not one")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise InputError(f"no checkpoint {path}") from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"can't read checkpoint {path}: it is cut off, damaged or not one ({reason})") from error
+        raise InputError(f"can't read checkpoint {path}: {reason}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or "model" not in content:
         raise InputError(f"{path} is no checkpoint of this program (format {FORMAT} expected)")
     content["model"] = plain_names(content["model"])

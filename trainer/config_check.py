@@ -32,7 +32,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "loss.slice_size": (2, None),
     "loss.iterations": (1, None),
     "loss.permutation_block": (1, None),
-    "loss.eps": (0, 1),
+    "loss.eps": (0, 0.99),
     "loss.max_failed_steps": (0, None),
     "optimizer.learning_rate": (0, None),
     "optimizer.weight_decay": (0, None),

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import time
 
+from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
 from trainer.config_load import save_config
 from trainer.describe import describe_run
 from trainer.device import choose_device
 from trainer.distributed import find_ranks, process_group
+from trainer.errors import InputError
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
 from trainer.run_folder import open_run_folder, start_logging, write_state
@@ -33,11 +35,18 @@ def pretrain(config: Config) -> int:
     ranks = find_ranks()
     run_dir = open_run_folder(config.run_dir)
     start_logging(run_dir, is_first=ranks.is_first)
-    device = choose_device(config, ranks)
-    with stop_on_signals() as stop, process_group(ranks, device, config.timeout_minutes):
-        run = set_up(config, ranks, device, run_dir)
-        describe_run(run)
-        return train(run, stop)
+    try:
+        device = choose_device(config, ranks)
+        with stop_on_signals() as stop, process_group(ranks, device, config.timeout_minutes):
+            run = set_up(config, ranks, device, run_dir)
+            describe_run(run)
+            return train(run, stop)
+    except BaseException as error:
+        if ranks.is_first:
+            saved = list_checkpoints(run_dir / "checkpoints")
+            code = BAD_INPUT if isinstance(error, InputError) else FAILED
+            write_state(run_dir, "failed", code, saved[-1][0] if saved else 0)
+        raise
 
 
 def train(run: Run, stop: StopRequest) -> int:

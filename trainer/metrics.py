@@ -71,7 +71,7 @@ class LossSums:
         self.sums.zero_()
         self.min_pivot.fill_(1.0)
         mean_loss = sums[0] / sums[1]  # NaN where no step was applied
-        return torch.stack([mean_loss, sums[2] / ranks.world_size, pivot.double(), effective_rank(embeddings).double()])
+        return torch.stack([mean_loss, sums[2] / ranks.world_size, pivot.double(), effective_rank(embeddings, ranks)])
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
         """For a checkpoint between two logged lines: a rank's share of the sums over all. Every rank calls this."""
@@ -91,13 +91,18 @@ class LossSums:
         self.min_pivot = state["min_pivot"].to(self.sums.device)
 
 
-def effective_rank(embeddings: Tensor) -> Tensor:
-    """(tr S)^2 / |S|^2 of the embeddings' covariance S: k where it is a multiple of the identity, 1 on a line, 0-d.
+def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
+    """(tr S)^2 / |S|^2 of the covariance S of all ranks' embeddings, 0-d: k where S is a multiple of the identity, 1 on a
+    line. In float64, since it is a difference of large sums; computed on logged steps only.
 
-    embeddings: (R, k).
+    embeddings: (R, k). Every rank calls this.
     """
-    centred = embeddings.float() - embeddings.float().mean(0)
-    covariance = centred.T @ centred
+    x = torch.cat([embeddings.double(), torch.ones_like(embeddings[:, :1], dtype=torch.float64)], dim=1)
+    products = x.T @ x  # of columns, and of columns with ones: sums
+    if ranks.world_size > 1:
+        dist.all_reduce(products)
+    sums, count = products[:-1, -1], products[-1, -1]
+    covariance = products[:-1, :-1] - sums.outer(sums) / count
     return covariance.diagonal().sum().square() / covariance.square().sum()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from kernels.whitening import BACKENDS
 from trainer.checkpoint import load_encoder
 from trainer.config import Config
 from trainer.data.index import Index, open_index
@@ -81,6 +82,8 @@ class Run:
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
     """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
+    if config.loss.backend not in ("auto", *BACKENDS):
+        raise InputError(f"loss.backend is {config.loss.backend!r}: there are auto, {', '.join(BACKENDS)}")
     index = open_shared_index(config, ranks)
     rows = own_rows(ranks, config.data.images_per_step)
     planner = Planner(

@@ -1,0 +1,251 @@
+"""Whole runs through the command line: resume, exit codes, files, bad input."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT, write_images
+from tests.integration.launch import wmse
+from trainer.cli import main
+
+SAME = ("step", "epoch", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
+
+
+def pretrain(config: Path, data: Path, run_dir: Path, *more: str) -> int:
+    return main(["pretrain", "--config", str(config), "--data.root", str(data), "--run_dir", str(run_dir), *more])
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in SAME} for line in lines]
+
+
+def state(run_dir: Path) -> tuple[str, int, int]:
+    found = json.loads((run_dir / "state.json").read_text())
+    return found["status"], found["exit_code"], found["step"]
+
+
+def checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
+    return torch.load(run_dir / "checkpoints" / f"step_{step:08d}.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 9 steps that was never interrupted, logged every 2 steps."""
+    from tests.conftest import TINY
+
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "tiny.yaml").write_text(TINY)
+    assert pretrain(folder / "tiny.yaml", tiny_set, folder / "run", "--log.every_steps", "2") == 0
+    return folder / "run"
+
+
+def test_a_run_leaves_what_it_promises(whole_run: Path, tiny_set: Path) -> None:
+    assert state(whole_run) == ("done", 0, 9)
+    assert [line["step"] for line in metrics(whole_run)] == [2, 4, 6, 8, 9]
+    assert all(0 <= line["loss"] <= 4 and 0 < line["min_pivot"] <= 1 for line in metrics(whole_run))
+    saved = checkpoint(whole_run, 9)
+    assert {name.split(".")[0] for name in saved["model"]} == {"encoder", "projector"}
+    config = yaml.safe_load((whole_run / "config.yaml").read_text())
+    assert config["data"]["root"] == str(tiny_set)
+    assert "done after step 9 of 9" in (whole_run / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("stops", [(1,), (2, 5), (3,), (8,)])
+def test_resume_is_bit_for_bit(
+    stops: tuple[int, ...], whole_run: Path, tiny_set: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    """Stopped at any step, also between logged lines and at an epoch's end, and started by the same command."""
+    for step in stops:
+        assert (
+            pretrain(tiny_config, tiny_set, tmp_path / "run", "--log.every_steps", "2", "--max_steps", str(step)) == 0
+        )
+        assert state(tmp_path / "run") == ("paused", 0, step)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--log.every_steps", "2") == 0
+    assert metrics(tmp_path / "run") == metrics(whole_run)
+    ours, whole = checkpoint(tmp_path / "run", 9), checkpoint(whole_run, 9)
+    assert all(torch.equal(ours["model"][name], value) for name, value in whole["model"].items())
+    for i, moments in whole["optimizer"]["state"].items():
+        assert all(torch.equal(ours["optimizer"]["state"][i][name], value) for name, value in moments.items())
+
+
+def test_killed_run_goes_on_from_its_last_checkpoint(
+    whole_run: Path, tiny_set: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    """Lines written after the checkpoint are written again, not twice; a torn line goes."""
+    run_dir = tmp_path / "run"
+    assert (
+        pretrain(
+            tiny_config,
+            tiny_set,
+            run_dir,
+            "--log.every_steps",
+            "2",
+            "--checkpoint.every_steps",
+            "3",
+            "--max_steps",
+            "6",
+        )
+        == 0
+    )
+    (run_dir / "checkpoints" / "step_00000006.pt").write_bytes(b"torn")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    assert pretrain(tiny_config, tiny_set, run_dir, "--log.every_steps", "2", "--checkpoint.every_steps", "3") == 0
+    assert metrics(run_dir) == metrics(whole_run)
+    assert "step_00000006.pt" in (run_dir / "log.txt").read_text()
+
+
+def test_a_finished_run_does_nothing_more(whole_run: Path, tiny_set: Path, tiny_config: Path) -> None:
+    before = checkpoint(whole_run, 9)
+    assert pretrain(tiny_config, tiny_set, whole_run, "--log.every_steps", "2") == 0
+    assert state(whole_run) == ("done", 0, 9)
+    assert torch.equal(
+        checkpoint(whole_run, 9)["model"]["projector.last.weight"], before["model"]["projector.last.weight"]
+    )
+
+
+def test_changed_settings_are_named_and_refused(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "2") == 0
+    assert pretrain(tiny_config, tiny_set, run_dir, "--optimizer.epochs", "4", "--views.hue", "0.1") == 2
+    error = capsys.readouterr().err
+    assert "optimizer.epochs: 3 -> 4" in error
+    assert "views.hue: 0.2 -> 0.1" in error
+    assert checkpoint(run_dir, 2)["step"] == 2
+    more = ("--optimizer.epochs", "4", "--allow_changes", "true", "--max_steps", "3")
+    assert pretrain(tiny_config, tiny_set, run_dir, *more) == 0
+
+
+def test_other_images_are_refused(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "set"
+    shutil.copytree(tiny_set, other)
+    assert pretrain(tiny_config, other, tmp_path / "run", "--max_steps", "2") == 0
+    write_images(other / "train" / "cats", 1, seed=77)
+    assert pretrain(tiny_config, other, tmp_path / "run") == 2
+    assert "training images: 48 -> 49" in capsys.readouterr().err
+
+
+def test_encoder_of_another_run(
+    whole_run: Path, tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = str(whole_run / "checkpoints" / "step_00000009.pt")
+    more = ("--init_from", start, "--model.embedding_size", "4", "--optimizer.learning_rate", "0", "--max_steps", "1")
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", *more) == 0
+    ours, theirs = checkpoint(tmp_path / "run", 1)["model"], checkpoint(whole_run, 9)["model"]
+    assert torch.equal(ours["encoder.layer4.0.conv1.weight"], theirs["encoder.layer4.0.conv1.weight"])
+    assert ours["projector.last.weight"].shape == (4, 16)
+    assert (
+        pretrain(tiny_config, tiny_set, tmp_path / "other", "--init_from", start, "--model.backbone", "resnet18") == 2
+    )
+    assert "model.backbone and model.stem must be the same" in capsys.readouterr().err
+
+
+def test_term_saves_and_exits_with_75(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [
+        "-m",
+        "trainer",
+        "pretrain",
+        "--config",
+        str(tiny_config),
+        "--data.root",
+        str(tiny_set),
+        "--run_dir",
+        str(run_dir),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, *words, "--optimizer.epochs", "100000"], cwd=ROOT, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    status, code, step = state(run_dir)
+    assert (status, code) == ("preempted", 75)
+    assert checkpoint(run_dir, step)["step"] == step == metrics(run_dir)[-1]["step"]
+
+
+def test_slices_that_fail_end_the_run_with_advice(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All weights of the last layer 0: nothing to whiten. No update is made, and after the bound the run ends."""
+    run_dir = tmp_path / "run"
+    assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "1") == 0
+    saved = checkpoint(run_dir, 1)
+    saved["model"]["projector.last.weight"].zero_()
+    torch.save(saved, run_dir / "checkpoints" / "step_00000001.pt")
+    assert pretrain(tiny_config, tiny_set, run_dir, "--loss.max_failed_steps", "3") == 1
+    error = capsys.readouterr().err
+    assert "4 steps in a row failed" in error
+    assert state(run_dir)[:2] == ("failed", 1)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000001.pt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--data.root", "{tmp}/nowhere"], "nowhere"),
+        (["--data.root", ""], "data.root is not set"),
+        (["--data.train_split", "trian"], "trian"),
+        (["--data.images_per_step", "64"], "has 48 images, one step takes data.images_per_step 64"),
+        (["--loss.slise_size", "3"], "did you mean loss.slice_size?"),
+        (["--run_dir", ""], "run_dir is not set"),
+        (["--run_dir", "/proc/run"], "can't make the run folder"),
+        (["--init_from", "{tmp}/none.pt"], "no checkpoint"),
+        (["--device", "cuda"], "torch sees no GPU"),
+        (["--loss.backend", "tritn"], "tritn"),
+        (["--config", "{tmp}/none.yaml"], "no config file"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_2(
+    words: list[str],
+    expected: str,
+    tiny_set: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if words == ["--device", "cuda"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    filled = [word.format(tmp=tmp_path) for word in words]
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", *filled) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "Traceback" not in error
+
+
+def test_empty_set(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "set" / "train" / "cats").mkdir(parents=True)
+    assert pretrain(tiny_config, tmp_path / "set", tmp_path / "run") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_module_and_command_are_one() -> None:
+    done = wmse("pretrain", "--config", "configs/imagenet_rn50_wmse4_100ep.yaml", "--dry_run", "--ranks", "16")
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "31200 = 100 epochs x 312",
+        "warm-up 3120 steps",
+        "peak 6.4 = 0.1 x sqrt(4096)",
+        "64 slices of 256 x 128",
+        "GiB",
+    ):
+        assert part in done.stdout

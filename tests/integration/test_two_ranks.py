@@ -1,0 +1,57 @@
+"""Two ranks over gloo are one process on the joined batch: gradients, statistics, images, losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.launch import run, wmse
+from tests.integration.two_ranks_worker import CASES
+
+WORKER = "tests/integration/two_ranks_worker.py"
+Results = dict[str, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    """Of one process, and of two ranks."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    found = []
+    for ranks in (1, 2):
+        done = run(WORKER, str(folder / f"{ranks}.pt"), ranks=ranks)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(torch.load(folder / f"{ranks}.pt", weights_only=True))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]) -> None:
+    one, two = (r[case] for r in results)
+    assert two["group_size"] == (2 if "slice group" in case else 1)
+    for name in one.keys() - {"group_size"}:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+    assert max(one[name].abs().max() for name in one if name.endswith("conv1.weight")) > 1e-4
+
+
+def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    """The command itself: one rank and two give the same loss lines, with BatchNorm over all ranks."""
+    lines = []
+    for ranks in (1, 2):
+        run_dir = tmp_path / f"run{ranks}"
+        done = wmse("pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--max_steps", "4",
+                    "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", ranks=ranks)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
+    assert "shared by groups of 2 neighbouring ranks" in (tmp_path / "run2" / "log.txt").read_text()
+    for one, two in zip(*lines, strict=True):
+        assert (two["step"], two["lr"]) == (one["step"], one["lr"])
+        for key in ("loss", "min_pivot", "effective_rank"):
+            assert two[key] == pytest.approx(one[key], rel=2e-4)
+
+
+def test_images_that_ranks_cannot_share_are_refused(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    done = wmse("pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
+                "--data.images_per_step", "17", "--loss.slice_size", "17", ranks=2)  # fmt: skip
+    assert done.returncode != 0
+    assert "data.images_per_step is 17, which 2 ranks can't share evenly: take 16" in done.stderr

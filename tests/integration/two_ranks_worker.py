@@ -1,0 +1,77 @@
+"""Run by torchrun (and once alone): for each case, the gradient of every parameter and the running statistics after a step.
+
+two_ranks_worker.py OUT.pt
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from trainer.config import LossConfig, ModelConfig, ViewsConfig
+from trainer.data.plan import Rows, slice_permutations
+from trainer.distributed import find_ranks, make_slice_group, own_rows, process_group, slice_group_size, wrap_model
+from trainer.model import Model
+from trainer.step import TrainStep
+
+IMAGES, K = 32, 4
+MODEL = ModelConfig("test_resnet", stem="half", zero_init_last=False, projector="mlp", projector_hidden=(12,),
+                    embedding_size=K, batch_norm_ranks="all")  # fmt: skip
+# name: views, slice, iterations, block, batch norm, weights of the loss as configured
+CASES = {
+    "2 views": (2, 8, 1, 32, "joint"),
+    "3 views": (3, 16, 1, 32, "joint"),
+    "4 views, per view": (4, 16, 1, 32, "per_view"),
+    "2 views, slice group": (2, 32, 1, 32, "joint"),
+    "4 views, slice group, 3 iterations": (4, 8, 3, 32, "per_view"),
+    "2 views, 2 iterations inside a rank": (2, 8, 2, 16, "joint"),
+}
+
+
+def run_case(case: tuple[int, int, int, int, str]) -> dict[str, torch.Tensor]:
+    """One step of SGD with rate 1 from fixed weights and pixels, in float64."""
+    views, slice_size, iterations, block, norm = case
+    ranks = find_ranks()
+    rows = own_rows(ranks, IMAGES)
+    group_size = slice_group_size(rows.count, ranks.world_size, block if iterations > 1 else slice_size)
+    torch.manual_seed(0)
+    config = replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm)
+    name = torch.distributed.group.WORLD.group_name if ranks.world_size > 1 else None
+    model = Model(config, ViewsConfig(num_views=views), name, ranks.world_size).double()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    step = TrainStep(
+        wrap_model(model, ranks, torch.device("cpu")),
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        LossConfig(slice_size=slice_size, iterations=iterations),
+        num_views=views,
+        autocast_dtype=None,
+        ranks=ranks,
+        slice_group=make_slice_group(group_size, ranks),
+    )
+    pixels = torch.randint(
+        0, 256, (views, IMAGES, 3, 16, 16), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
+    )
+    own = pixels[:, rows.first : rows.first + rows.count].flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    together = Rows(ranks.rank // group_size * group_size * rows.count, group_size * rows.count)
+    orders = slice_permutations(0, 0, IMAGES, iterations, block)
+    orders = orders[:, together.first : together.first + together.count] - together.first
+    result = step(own, torch.from_numpy(orders), 1.0)
+    assert not result.failed
+    loss = result.loss.clone()
+    if ranks.world_size > 1:
+        torch.distributed.all_reduce(loss)
+    gradients = {n: before[n] - p.detach() for n, p in model.named_parameters()}
+    statistics = {n: b.clone() for n, b in model.named_buffers() if "running" in n}
+    return {"loss": loss / ranks.world_size, "group_size": torch.tensor(group_size), **gradients, **statistics}
+
+
+def main() -> None:
+    ranks = find_ranks()
+    with process_group(ranks, torch.device("cpu"), 1.0):
+        results = {name: run_case(case) for name, case in CASES.items()}
+        if ranks.is_first:
+            torch.save(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

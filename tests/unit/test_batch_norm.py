@@ -1,0 +1,60 @@
+"""BatchNorm per view, and statistics that a failed step takes back. (Over ranks: tests/integration/test_two_ranks.py.)"""
+
+import torch
+from timm.layers import BatchNormAct2d
+from torch import nn
+
+from trainer.batch_norm import BatchNormStatistics, ViewBatchNorm, convert_batch_norm
+
+
+def test_per_view_is_a_batch_norm_of_each_view_in_turn() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3 * 4, 5, 2, 2).double().contiguous(memory_format=torch.channels_last)
+    plain, ours = nn.BatchNorm2d(5).double(), nn.Sequential(nn.BatchNorm2d(5).double())
+    convert_batch_norm(ours, 3, None, 1)
+    expected = torch.cat([plain(view) for view in x.chunk(3)])
+    y = ours(x)
+    torch.testing.assert_close(y, expected)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(ours[0].running_mean, plain.running_mean)
+    torch.testing.assert_close(ours[0].running_var, plain.running_var)
+    torch.testing.assert_close(ours.eval()(x), plain.eval()(x))
+
+
+def test_names_and_activations_stay() -> None:
+    norm = BatchNormAct2d(4)
+    names = set(norm.state_dict())
+    module = nn.Sequential(norm)
+    x = torch.randn(6, 4, 3, 3)
+    before = module.eval()(x)
+    convert_batch_norm(module, 2, None, 1)
+    assert isinstance(module[0], ViewBatchNorm)
+    assert set(module[0].state_dict()) == names
+    torch.testing.assert_close(module(x), before)
+    assert (module.train()(x) >= 0).all()  # the ReLU is still there
+
+
+def test_no_shift_stays_no_shift() -> None:
+    norm = nn.BatchNorm1d(3)
+    norm.register_parameter("bias", None)
+    module = convert_batch_norm(nn.Sequential(norm), 2, None, 1)
+    assert module(torch.randn(8, 3)).mean(0).abs().max() < 1e-6
+
+
+def test_joint_on_one_rank_is_left_alone() -> None:
+    module = nn.Sequential(nn.BatchNorm2d(3))
+    assert type(convert_batch_norm(module, 1, None, 1)[0]) is nn.BatchNorm2d
+
+
+def test_statistics_are_taken_back_only_where_a_step_failed() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
+    statistics = BatchNormStatistics(model)
+    before = {name: value.clone() for name, value in model.state_dict().items() if "running" in name}
+    statistics.remember()
+    model(torch.full((5, 3), float("nan")))
+    statistics.restore_if(torch.tensor(True))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    statistics.remember()
+    model(torch.randn(5, 3))
+    statistics.restore_if(torch.tensor(False))
+    assert all(not torch.equal(model.state_dict()[name], value) for name, value in before.items())

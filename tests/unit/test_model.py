@@ -1,0 +1,90 @@
+"""Encoder and projector as the recipes have them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.config import ModelConfig, ViewsConfig
+from trainer.errors import InputError
+from trainer.model import Model, PixelScale, Projector, build_encoder
+
+TINY = ModelConfig(backbone="test_resnet", projector="mlp", projector_hidden=(16,), embedding_size=8)
+
+
+def test_scaling_is_the_usual_one_and_keeps_the_layout() -> None:
+    views = ViewsConfig(mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (views.mean, views.std))
+    scaled = PixelScale(views)(pixels)
+    torch.testing.assert_close(scaled, (pixels / 255 - mean) / std, rtol=1e-5, atol=1e-6)
+    assert scaled.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_simclr_projector() -> None:
+    p = Projector(ModelConfig(projector_hidden=(32, 16), embedding_size=8, projector="simclr"), 24)
+    linears = [m for m in p.modules() if isinstance(m, nn.Linear)]
+    assert [tuple(m.weight.shape) for m in linears] == [(32, 24), (16, 32), (8, 16)]
+    assert all(m.bias is None for m in linears)
+    assert [type(m).__name__ for m in p.hidden] == ["Linear", "BatchNorm1d", "ReLU"] * 2
+    assert p.norm.bias is None
+    assert p.norm.weight is not None
+    assert p(torch.randn(10, 24)).mean(0).abs().max() < 1e-5
+
+
+def test_mlp_projector() -> None:
+    p = Projector(TINY, 24)
+    assert isinstance(p.norm, nn.Identity)
+    assert p.last.bias is not None
+    assert [type(m).__name__ for m in p.hidden] == ["Linear", "BatchNorm1d", "ReLU"]
+
+
+def test_last_layer_is_float32_under_autocast() -> None:
+    model = Model(TINY, ViewsConfig())
+    pixels = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.projector.hidden(model.encoder(model.scale(pixels)))
+        v = model(pixels)
+    assert hidden.dtype == torch.bfloat16
+    assert v.dtype == torch.float32
+    assert not torch.equal(v, v.bfloat16().float())
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    """DDP waits for ever for one that does not, such as an unused classifier."""
+    model = Model(replace(TINY, zero_init_last=False), ViewsConfig())
+    model(torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_checkpointed_activations_give_the_same_gradient() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = Model(replace(TINY, zero_init_last=False, activation_checkpointing=checkpointing), ViewsConfig())
+        model.double()
+        torch.manual_seed(1)
+        model(torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)).square().sum().backward()
+        gradients.append(model.encoder.layer1[0].conv1.weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_unknown_backbone_names_near_ones() -> None:
+    with pytest.raises(InputError, match=r"resnet51.*near: .*resnet"):
+        build_encoder(replace(TINY, backbone="resnet51"))
+
+
+def test_stem_of_a_backbone_that_has_none() -> None:
+    with pytest.raises(InputError, match="set it to imagenet"):
+        build_encoder(replace(TINY, backbone="test_vit", stem="small"))
+
+
+def test_compiled_model_is_one_graph_with_views_and_its_names_stay_plain() -> None:
+    model = Model(replace(TINY, zero_init_last=False, encoder_batch_norm="per_view"), ViewsConfig(num_views=2))
+    names = set(model.state_dict())
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    expected = model(pixels)
+    model.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(pixels), expected, rtol=1e-4, atol=1e-4)
+    assert set(model.state_dict()) == names
