@@ -25,7 +25,7 @@ from trainer.bench_loader import WARMUP_STEPS, WINDOWS, endless_loader, measure
 from trainer.config import Config, ViewsConfig
 from trainer.config_load import load_config
 from trainer.data.index import Index, open_index
-from trainer.run_folder import git_commit
+from trainer.machine import provenance
 
 
 class TorchvisionViews(Dataset):
@@ -96,8 +96,7 @@ def main() -> None:
         "images_per_step": config.data.images_per_step,
         "views": config.views.num_views,
         "side": config.views.side,
-        "torch": torch.__version__,
-        "commit": git_commit(),
+        **provenance(torch.device("cpu")),
     }
     own.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

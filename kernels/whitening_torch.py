@@ -59,9 +59,10 @@ def _backward(grad_z: Tensor, z: Tensor, inverse: Tensor, lower: Tensor | None, 
     """Gradient at x (B, M, k) from that at z; kernels/README.md derives it. lower is needed when eps > 0 only."""
     num_rows, size = z.shape[1:]
     with full_float32(z.device):
-        half = torch.bmm(grad_z.mT, z).tril_()
-        half.diagonal(dim1=1, dim2=2).mul_(0.5)
-        symmetric = half + half.mT
+        half = z.new_ones(size, size).tril_()
+        half.diagonal().fill_(0.5)
+        triangle = torch.bmm(grad_z.mT, z).mul_(half)  # a product: tril_ of a batch takes three times as long on a CPU
+        symmetric = triangle + triangle.mT
         inner = torch.baddbmm(grad_z, z, symmetric, alpha=-(1 - eps) / (num_rows - 1))
         grad_x = torch.bmm(inner, inverse.mT)
         if lower is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.device import choose_device
 from trainer.distributed import Ranks
-from trainer.run_folder import git_commit
+from trainer.machine import provenance
 from trainer.setup import open_shared_index
 
 WARMUP_STEPS = 3
@@ -63,9 +62,8 @@ def bench_loader(config: Config, seconds: float) -> dict[str, Any]:
         "side": config.views.side,
         "threads": config.data.threads or len(os.sched_getaffinity(0)),
         "page_cache": "warm where the set fits",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "versions": {"torch": torch.__version__, "dali": dali_version},
-        "commit": git_commit(),
+        **provenance(device),
+        "dali": dali_version,
     }
 
 

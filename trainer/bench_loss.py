@@ -2,10 +2,8 @@
 
 import functools
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from kernels.whitening import BACKENDS
 from trainer.losses.wmse import draw_permutations, wmse_loss
+from trainer.machine import provenance
 
 MODES = ("forward", "backward", "forward_backward")
 CALLS_PER_WINDOW = 5
@@ -51,10 +50,8 @@ def bench_loss(shapes: Sequence[LossShape] | None, device: str, seconds: float) 
     results = [_bench_shape(shape, torch.device(device), seconds) for shape in shapes or RECIPE_SHAPES]
     _print_table(results)
     return {
-        "device": _device_name(device),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "commit": _git_commit(),
+        "bench": "loss",
+        **provenance(torch.device(device)),
         "unit": "microseconds a call",
         "results": results,
     }
@@ -178,17 +175,3 @@ def _print_table(results: list[dict[str, Any]]) -> None:
         table.add_section()
     table.caption = "microseconds a call: median (quartiles); ratios of forward_backward"
     Console(stderr=True, width=130).print(table)
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
-
-
-def _git_commit() -> str | None:
-    """The commit of this source tree, None where it is installed without one."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

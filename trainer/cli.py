@@ -191,9 +191,11 @@ def bench(words: Words) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="time to measure for (default 20)")
     own, settings = _parse_with_settings(parser, words)
     if own.kind == "loss":
+        import torch
+
         from trainer.bench_loss import bench_loss
 
-        result = bench_loss(None, "cpu", own.seconds)
+        result = bench_loss(None, "cuda" if torch.cuda.is_available() else "cpu", own.seconds)
     else:
         from trainer.bench_loader import bench_loader
         from trainer.config_load import load_config

@@ -14,8 +14,8 @@ from trainer.data.index import open_index
 from trainer.device import autocast_dtype
 from trainer.distributed import Ranks, own_rows, slice_group_size
 from trainer.errors import InputError
+from trainer.machine import git_commit
 from trainer.model import Model
-from trainer.run_folder import git_commit
 from trainer.schedule import build_schedule
 from trainer.setup import Run, check_set_size, rows_together
 

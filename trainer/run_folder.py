@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,13 +52,3 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """One JSON object as a line at the end of a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def git_commit() -> str | None:
-    """The commit of this program's checkout; None where it is installed without one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None

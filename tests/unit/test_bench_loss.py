@@ -26,7 +26,7 @@ def test_figures_are_complete_plain_and_consistent(capsys):
     assert captured.out == ""
     assert "reference" in captured.err
     assert json.loads(json.dumps(result)) == result
-    assert result["torch"] == torch.__version__
+    assert result["versions"]["torch"] == torch.__version__
     assert [entry["shape"]["num_views"] for entry in result["results"]] == [2, 3]
     for entry in result["results"]:
         figures = entry["figures"]

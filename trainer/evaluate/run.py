@@ -21,8 +21,9 @@ from trainer.evaluate.knn import knn_top1
 from trainer.evaluate.linear import linear_probe, standardise
 from trainer.evaluate.report import print_table
 from trainer.files import write_text
+from trainer.machine import git_commit
 from trainer.model import Model, build_model
-from trainer.run_folder import git_commit, start_logging
+from trainer.run_folder import start_logging
 
 _log = logging.getLogger(__name__)
 
