@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -86,11 +87,14 @@ class BadImages:
     def __post_init__(self) -> None:
         self.ids: set[int] = set()
         self.images_read = 0
+        self._lock = threading.Lock()  # two readers may come upon one bad image, as its own and as a replacement
 
     def add(self, image_id: int, problem: str) -> None:
-        if image_id in self.ids:
-            return
-        self.ids.add(image_id)
+        """Name the image, once. Raises InputError where too many are bad."""
+        with self._lock:
+            if image_id in self.ids:
+                return
+            self.ids.add(image_id)
         name = self.index.name(image_id)
         _log.warning("can't use %s: %s; the next image of the set takes its place", name, problem)
         self.record(name, problem)
@@ -103,7 +107,10 @@ class BadImages:
 
 
 class ViewLoader:
-    """Iterates over the batches of steps first_step <= step < end_step, in order."""
+    """Iterates over the batches of steps first_step <= step < end_step, in order; one iteration at a time.
+
+    Threads and pipeline live as long as the iteration. An error of a reader is raised when its step's turn comes.
+    """
 
     def __init__(
         self,
@@ -124,32 +131,31 @@ class ViewLoader:
         threads = config.threads or len(os.sched_getaffinity(0))
         self._place = Placement(device.index or 0 if device.type == "cuda" else None, threads, 2)
         self._ahead = config.read_ahead_steps
-        self._readers = ThreadPoolExecutor(threads, "read")
-        self._preparer = ThreadPoolExecutor(1, "prepare")
+        self._pipe: Any = None
         shape = (2, recipe.num_views * batch_size, recipe.side, recipe.side, 3)
         self._buffers = torch.empty(shape, dtype=torch.uint8, device=device)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._start(self.first_step)
+        self._readers = ThreadPoolExecutor(self._place.threads, "read")
+        self._preparer = ThreadPoolExecutor(1, "prepare")
+        self._source_error: Exception | None = None
         try:
+            self._start(self.first_step)
             for step in range(self.first_step, self.end_step):
                 began = time.perf_counter()
                 outputs, prepared = self._run(step)
                 views = self._collect(outputs, len(prepared.image_ids), step % 2)
                 yield Batch(step, views, prepared.image_ids, time.perf_counter() - began)
         finally:
-            self._stop()
+            self._pipe = None
+            for pool in (self._preparer, self._readers):
+                pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, step: int) -> None:
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()
         self._fed: deque[Prepared] = deque()
         self._pipe = view_pipeline(self.recipe, self.batch_size, self._place, self._source)
-
-    def _stop(self) -> None:
-        del self._pipe
-        for pool in (self._preparer, self._readers):
-            pool.shutdown(wait=True, cancel_futures=True)
 
     def _source(self) -> list[Any]:
         """Called by DALI, in the thread that runs the pipeline, for each batch."""
@@ -158,7 +164,11 @@ class ViewLoader:
             self._next_step += 1
         if not self._coming:
             raise StopIteration
-        prepared = self._coming.popleft().result()
+        try:
+            prepared = self._coming.popleft().result()
+        except Exception as error:
+            self._source_error = error
+            raise
         self._fed.append(prepared)
         return prepared.arrays
 
@@ -169,6 +179,8 @@ class ViewLoader:
                 outputs = self._pipe.run()
                 return outputs, self._fed.popleft()
             except RuntimeError as error:
+                if error is self._source_error:  # a reader's, not DALI's
+                    raise
                 if not self._find_damaged():
                     raise RuntimeError(f"DALI failed in step {step}, though every image decodes: {error}") from error
                 for future in self._coming:
