@@ -6,7 +6,7 @@ Shapes: n images, F features, S pixels a side.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,8 @@ def extract(encode: Encode, split: str, place: Place) -> Features:
     labelled = np.flatnonzero(np.asarray(index.labels) >= 0)
     if not len(labelled):
         raise InputError(f"the split {split!r} in {place.config.data.root} has no labelled images")
+    if len(labelled) < place.ranks.world_size:
+        raise InputError(f"the split {split!r} has {len(labelled)} labelled images: take no more ranks than that")
     own = np.array_split(labelled, place.ranks.world_size)[place.ranks.rank]
     parts, used = [torch.zeros(0)], []
     dtype = autocast_dtype(place.config, place.device)
@@ -99,7 +101,7 @@ def raw_pixels(pixels: Tensor) -> Tensor:
     return pixels.flatten(1).float() / 255
 
 
-def _batches(index: Index, ids: np.ndarray, place: Place):  # type: ignore[no-untyped-def]
+def _batches(index: Index, ids: np.ndarray, place: Place) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray]]:
     """(pixels, ids asked for, ids shown) of each batch."""
     size = place.config.evaluate.images_per_batch
     recipe = eval_recipe(place.config.views)

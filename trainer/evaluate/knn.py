@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from trainer.evaluate.features import Features
 
@@ -35,7 +34,8 @@ def knn_predict(
     for chunk in (test_x - centre).split(rows):
         distance = squares - 2 * chunk.to(device) @ bank.T  # less the chunk's own square, the same for a whole row
         nearest = distance.topk(min(k, len(bank)), largest=False).indices
-        votes = F.one_hot(labels[nearest], num_classes).sum(1)
+        votes = torch.zeros(len(nearest), num_classes, dtype=torch.int64, device=device)
+        votes.scatter_add_(1, labels[nearest], torch.ones_like(nearest))
         score = votes * num_classes - torch.arange(num_classes, device=device)  # more votes, then the smaller label
         predicted.append(score.argmax(1).cpu())
     return torch.cat(predicted)
