@@ -1,0 +1,55 @@
+"""Plans, pictures and DALI views for the tests of plan, colour and views."""
+
+import io
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trainer.config import ViewsConfig
+from trainer.data.plan import Plan, Planner, Rows
+from trainer.data.views import Placement, eval_arrays, eval_recipe, view_arrays, view_pipeline
+
+
+def draw_plan(recipe: ViewsConfig, num_images: int, seed: int = 1) -> Plan:
+    planner = Planner(recipe, seed=seed, num_images=num_images, images_per_step=num_images, rows=Rows(0, num_images))
+    return planner.plan(0)
+
+
+def smooth_picture(seed: int, height: int, width: int) -> bytes:
+    """A PNG of coloured waves with a little noise, about as colourful as a photograph."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    pixels = 128 + rng.normal(0, 6, (height, width, 3))
+    for _ in range(8):
+        across, down, phase = rng.uniform(-6, 6, 3)
+        wave = np.sin(2 * np.pi * (across * x / width + down * y / height) + phase)[..., None]
+        pixels += wave * (rng.uniform(-25, 25) + rng.uniform(-8, 8, 3))
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def sizes(encoded: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Heights and widths, pixels."""
+    both = np.array([Image.open(io.BytesIO(data)).size for data in encoded])
+    return both[:, 1], both[:, 0]
+
+
+def dali_views(encoded: list[bytes], plan: Plan, recipe: ViewsConfig) -> Tensor:
+    """(d, N, 3, S, S) uint8."""
+    return _run(encoded, recipe, view_arrays(plan, recipe, *sizes(encoded)))
+
+
+def dali_eval(encoded: list[bytes], recipe: ViewsConfig) -> Tensor:
+    """The centre crops, (N, 3, S, S) uint8."""
+    recipe = eval_recipe(recipe)
+    return _run(encoded, recipe, eval_arrays(recipe, *sizes(encoded)))[0]
+
+
+def _run(encoded: list[bytes], recipe: ViewsConfig, arrays: list[np.ndarray]) -> Tensor:
+    images = [np.frombuffer(data, np.uint8) for data in encoded]
+    pipe = view_pipeline(recipe, len(encoded), Placement(None, 2, 1), lambda: [images, *arrays])
+    views = torch.stack([torch.from_dlpack(output.as_tensor()).clone() for output in pipe.run()])
+    return views.permute(0, 1, 4, 2, 3)

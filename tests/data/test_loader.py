@@ -1,0 +1,308 @@
+"""The loader: the same batches however it is started, bad files replaced, errors raised, nothing left behind."""
+
+import io
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as F
+from pictures import damaged_png, encoded, image, make_folder
+from PIL import Image
+
+from trainer.config import DataConfig, ViewsConfig
+from trainer.data.index import Index, open_index
+from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, train_requests
+from trainer.data.plan import Planner, Rows
+from trainer.data.views import eval_recipe
+from trainer.errors import InputError
+
+RECIPE = ViewsConfig(num_views=2, side=16, test_resize=16)
+IMAGES, PER_STEP, STEPS = 20, 4, 12
+CPU = torch.device("cpu")
+WHOLE, PLAIN_SIZE = Rows(0, PER_STEP), (30, 40)
+
+
+def picture_files(count: int = IMAGES) -> dict[str, bytes]:
+    height, width = PLAIN_SIZE
+    return {
+        f"train/c{i % 2}/{i:03d}.jpg": encoded("JPEG", image(seed=i, height=height, width=width)) for i in range(count)
+    }
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Index:
+    return open_index(make_folder(tmp_path_factory.mktemp("set"), picture_files()), "train")
+
+
+def planner(index: Index, rows: Rows = WHOLE) -> Planner:
+    return Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, rows=rows)
+
+
+def loader(index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, bad=None, **data) -> ViewLoader:
+    return ViewLoader(
+        index,
+        RECIPE,
+        DataConfig(threads=threads, **data),
+        requests or train_requests(planner(index, rows)),
+        batch_size=rows.count,
+        device=CPU,
+        first_step=first,
+        end_step=end,
+        record_bad=(lambda name, problem: None) if bad is None else lambda name, problem: bad.append((name, problem)),
+    )
+
+
+def keep(batches) -> list[Batch]:
+    return [batch._replace(views=batch.views.clone()) for batch in batches]
+
+
+def same(a: list[Batch], b: list[Batch]) -> bool:
+    return len(a) == len(b) and all(
+        x.step == y.step and torch.equal(x.views, y.views) and np.array_equal(x.image_ids, y.image_ids)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def batches(index) -> list[Batch]:
+    return keep(loader(index))
+
+
+def test_batches_are_the_plans_images_in_order(index, batches):
+    assert [b.step for b in batches] == list(range(STEPS))
+    for batch in batches:
+        np.testing.assert_array_equal(batch.image_ids, planner(index).plan(batch.step).image_ids)
+        assert batch.views.shape == (2 * PER_STEP, 3, 16, 16)
+        assert batch.views.dtype == torch.uint8
+        assert batch.views.is_contiguous(memory_format=torch.channels_last)
+        assert batch.wait_seconds >= 0
+    assert len(torch.unique(torch.cat([b.views for b in batches]), dim=0)) == STEPS * 2 * PER_STEP
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_threads_and_reading_ahead_change_nothing(index, batches, threads, ahead):
+    assert same(keep(loader(index, threads=threads, read_ahead_steps=ahead)), batches)
+
+
+@pytest.mark.parametrize("first", [1, 5, 11])
+def test_a_loader_that_starts_later_gives_the_same_batches(index, batches, first):
+    assert same(keep(loader(index, first=first)), batches[first:])
+
+
+def test_the_ranks_rows_joined_are_one_processs(index, batches):
+    ranks = [keep(loader(index, rows=Rows(first, 2))) for first in (0, 2)]
+    for joined, *parts in zip(batches, *ranks, strict=True):
+        views = torch.cat([part.views.unflatten(0, (2, 2)) for part in parts], dim=1).flatten(0, 1)  # view-major
+        assert torch.equal(views, joined.views)
+
+
+def test_rows_are_view_major(index):
+    """Views are told apart by the flip alone: whole images, view 0 never flipped, view 1 always."""
+    recipe = replace(RECIPE, crop_area=(1.0, 1.0), crop_ratio=(4 / 3, 4 / 3))
+    recipe = replace(recipe, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
+    plan = planner(index).plan(0)._replace(flip=np.tile([False, True], (PER_STEP, 1)))
+    fixed = type("Fixed", (), {"recipe": recipe, "plan": lambda self, step: plan})()
+    one = ViewLoader(
+        index, recipe, DataConfig(threads=1), train_requests(fixed), batch_size=4, device=CPU, first_step=0, end_step=1
+    )
+    (batch,) = keep(one)
+    assert (batch.views[4:].int() - batch.views[:4].flip(3).int()).abs().max() <= 1
+    assert (batch.views[4:].int() - batch.views[:4].int()).abs().float().mean() > 5
+
+
+def test_a_batch_stays_until_two_batches_later(index, batches):
+    iterator = iter(loader(index))
+    first, second = next(iterator), next(iterator)
+    assert torch.equal(first.views, batches[0].views)
+    next(iterator)
+    assert torch.equal(second.views, batches[1].views)
+    assert torch.equal(first.views, batches[2].views), "a third buffer is held: say so where Batch is described"
+
+
+def test_a_loader_can_be_iterated_again(index, batches):
+    one = loader(index, end=3)
+    assert same(keep(one), batches[:3])
+    assert same(keep(one), batches[:3])
+
+
+# --- evaluation ---
+
+
+def evaluation(index: Index, ids: np.ndarray, size: int) -> ViewLoader:
+    recipe = eval_recipe(RECIPE)
+    return ViewLoader(
+        index,
+        recipe,
+        DataConfig(threads=2),
+        eval_requests(recipe, ids, size),
+        batch_size=size,
+        device=CPU,
+        first_step=0,
+        end_step=-(-len(ids) // size),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 4, 18, 20])
+def test_evaluation_shows_each_image_once_and_the_last_batch_may_be_short(index, count):
+    ids = np.arange(len(index))[::-1][:count]
+    shown = keep(evaluation(index, ids, 4))
+    np.testing.assert_array_equal(np.concatenate([b.image_ids for b in shown]), ids)
+    assert [len(b.views) for b in shown] == [4] * (count // 4) + [count % 4] * (count % 4 > 0)
+
+
+ODD = {
+    "grey jpeg": encoded("JPEG", image("L", 40, 30)),
+    "cmyk jpeg": encoded("JPEG", image("CMYK", 40, 30), quality=95),
+    "palette png": encoded("PNG", image("RGB", 40, 30).quantize(16)),
+    "alpha png": encoded("PNG", image("RGBA", 40, 30)),
+    "webp": encoded("WEBP", image("RGB", 40, 30)),
+}
+
+
+def test_pictures_of_any_kind_are_pillows_rgb(tmp_path):
+    make_folder(tmp_path, {f"train/c/{name}.jpg": data for name, data in ODD.items()})
+    index = open_index(tmp_path, "train")
+    (batch,) = keep(evaluation(index, np.arange(len(index)), len(index)))
+    for i, view in zip(batch.image_ids, batch.views, strict=True):
+        picture = Image.open(io.BytesIO(ODD[index.name(i).removeprefix("c/").removesuffix(".jpg")])).convert("RGB")
+        expected = F.center_crop(F.resize(picture, 16, F.InterpolationMode.BICUBIC), 16)
+        assert (view.float() - F.pil_to_tensor(expected).float()).abs().mean() < 0.6, index.name(i)
+
+
+# --- bad files ---
+
+GOOD = picture_files(1)["train/c0/000.jpg"]
+BAD = {
+    "html": (b"<html>404</html>", "no readable picture"),
+    "empty": (b"", "empty file"),
+    "cut": (GOOD[: len(GOOD) // 2], "Truncated"),
+    "other size": (encoded("JPEG", image(height=31, width=40)), "31x40 pixels, 30x40 when"),
+    "only decoding tells": (damaged_png(), "broken data stream"),
+}
+
+
+def spoilt(folder: Path, spoil: dict[int, bytes | None], count: int = IMAGES) -> Index:
+    """A set whose files were good when it was indexed (a PNG's header had its size), and changed or vanished since."""
+    files = picture_files(count)
+    names = dict(enumerate(sorted(files)))
+    header_only = {names[i]: data for i, data in spoil.items() if data and data.startswith(b"\x89PNG")}
+    index = open_index(make_folder(folder, files | header_only), "train")
+    for i, data in spoil.items():
+        path = folder / names[i]
+        if data is None:
+            path.unlink()
+        else:
+            path.write_bytes(data)
+    return index
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_file_is_named_once_and_replaced_by_the_next(tmp_path, kind):
+    data, problem = BAD[kind]
+    index, bad = spoilt(tmp_path, {7: data}), []
+    got = keep(loader(index, bad=bad))
+    assert [name for name, _ in bad] == [index.name(7)]
+    assert problem in bad[0][1]
+    seen = 0
+    for batch in got:
+        wanted = planner(index).plan(batch.step).image_ids
+        np.testing.assert_array_equal(batch.image_ids, np.where(wanted == 7, 8, wanted))
+        assert len(batch.views) == 2 * PER_STEP
+        seen += int((wanted == 7).sum())
+    assert seen >= 2, "the plan must ask for the image more than once"
+    for first in (3, 9):
+        assert same(keep(loader(index, first=first, threads=1)), got[first:])
+
+
+def test_a_vanished_file_and_bad_neighbours(tmp_path):
+    """Replacements may be bad too, at the end of the set as well; each is named once, by whichever reader came upon it."""
+    spoil = {5: None, 6: b"", 7: damaged_png(), 8: b"x", 19: None, 0: None}
+    index, bad = spoilt(tmp_path, spoil), []
+    got = keep(loader(index, bad=bad, threads=3))
+    assert sorted(name for name, _ in bad) == sorted(index.name(i) for i in spoil)
+    assert "No such file" in dict(bad)[index.name(5)]
+    replacement = np.arange(IMAGES)
+    replacement[[5, 6, 7, 8]], replacement[[19, 0]] = 9, 1
+    for batch in got:
+        np.testing.assert_array_equal(batch.image_ids, replacement[planner(index).plan(batch.step).image_ids])
+    assert same(keep(loader(index, first=6, threads=1)), got[6:])
+
+
+def test_the_run_stops_where_too_many_are_bad(tmp_path):
+    index, bad = spoilt(tmp_path, dict.fromkeys(range(0, 240, 2)), 240), []
+    with pytest.raises(InputError, match=r"100 of \d+ images read so far can't be used .*max_bad_share 10.0%"):
+        keep(loader(index, bad=bad, end=1000, max_bad_share=0.1))
+    assert 100 <= len(bad) < 110  # what readers have in hand when the error is raised is still named
+    few = spoilt(tmp_path / "few", {0: b"", 1: b""})
+    assert len(keep(loader(few, max_bad_share=0.0))) == STEPS  # two bad files of any set are no reason to stop
+
+
+def test_a_set_without_one_good_image_is_refused(tmp_path):
+    index = spoilt(tmp_path, dict.fromkeys(range(IMAGES)))
+    with pytest.raises(InputError, match="no image of the set"):
+        keep(loader(index))
+
+
+def test_the_process_survives_the_nastiest_bytes(tmp_path):
+    """Each alone ends a process whose decoder gets it; a process of its own runs, so that a crash is a failure here."""
+    spoil = {2: b"\xff\xd8\xff\xd9", 4: b"GIF89a", 6: GOOD[:100], 9: damaged_png(), 11: b"", 13: b"<html>"}
+    spoilt(tmp_path, spoil)
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_loader import *\n"
+        f"bad = []; got = keep(loader(open_index(Path({str(tmp_path)!r}), 'train'), bad=bad))\n"
+        "print(len(got), len(bad))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [str(STEPS), str(len(spoil))]
+
+
+# --- errors and the end ---
+
+
+def own_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(("read", "prepare"))]
+
+
+def test_a_loader_closed_early_leaves_no_threads(index):
+    iterator = iter(loader(index, read_ahead_steps=4))
+    next(iterator)
+    assert own_threads()
+    iterator.close()
+    assert own_threads() == []
+
+
+class BrokenError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("error", [BrokenError("disk on fire"), MemoryError(), InputError("no"), StopAsyncIteration()])
+def test_an_error_of_a_reader_is_raised_at_its_step(index, batches, error):
+    """A RuntimeError too, which DALI's own failures are as well; the batches before it are handed over."""
+    planned = train_requests(planner(index))
+
+    def requests(step: int) -> Request:
+        if step == 5:
+            raise error
+        return planned(step)
+
+    got = []
+    with pytest.raises(type(error)) as caught:
+        got.extend(b._replace(views=b.views.clone()) for b in loader(index, requests=requests))
+    assert caught.value is error
+    assert own_threads() == []
+
+
+def test_a_failure_of_dali_itself_is_not_taken_for_a_bad_image(index):
+    """Inputs that no image explains: the loader must say so, and not try for ever."""
+    broken = Request(np.arange(4), lambda heights, widths: [np.zeros((4, 2), np.float32)] * 12)
+    with pytest.raises(RuntimeError, match="DALI failed in step 0, though every image decodes"):
+        keep(loader(index, requests=lambda step: broken))
+    assert own_threads() == []

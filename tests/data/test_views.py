@@ -1,0 +1,160 @@
+"""DALI's views against torchvision's of the same plan. Differences are in levels of 255, away from the border, where DALI's
+filter sees pixels beyond the crop that torchvision cut off."""
+
+import functools
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as F
+from drawing import dali_eval, dali_views, draw_plan, smooth_picture
+from pictures import encoded as encode
+from pictures import image, shared
+from PIL import Image
+
+from trainer.config import ViewsConfig
+from trainer.data.color import color_matrices
+from trainer.data.reference import reference_views
+
+BORDER = 16
+PLAIN = ViewsConfig(num_views=2, side=96, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
+BLURRED = replace(PLAIN, blur_probability=0.5)
+MILD = replace(
+    PLAIN, color_probability=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.0, gray_probability=0.1
+)
+STRONG = replace(MILD, brightness=0.8, contrast=0.8, saturation=0.8, gray_probability=0.2)
+
+
+@functools.cache
+def pictures(source: str) -> list[bytes]:
+    if source == "photographs":
+        files = sorted((shared("photos") / "train").glob("*/*"))
+        return [file.read_bytes() for file in files]
+    rng = np.random.default_rng(0)
+    return [smooth_picture(seed, *rng.integers(110, 400, 2)) for seed in range(24)]
+
+
+def difference(recipe: ViewsConfig, source: str) -> torch.Tensor:
+    """Mean absolute difference of each view inside the border, (d, N)."""
+    encoded = pictures(source)
+    plan = draw_plan(recipe, len(encoded))
+    views, expected = dali_views(encoded, plan, recipe), reference_views(encoded, plan, recipe)
+    assert views.dtype == torch.uint8
+    assert views.shape == expected.shape
+    inside = slice(BORDER, -BORDER)
+    return (views.float() - expected.float())[..., inside, inside].abs().mean((2, 3, 4))
+
+
+@pytest.fixture(params=["photographs", "generated"])
+def source(request):
+    return request.param
+
+
+@pytest.mark.parametrize("recipe", [PLAIN, BLURRED], ids=["plain", "blur"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_crop_resize_flip_and_blur(recipe, interpolation, source):
+    """Every single view, not only their mean: one wrong flip or window would drown among many."""
+    assert difference(replace(recipe, interpolation=interpolation), source).max() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("recipe", "order", "bound"),
+    [(MILD, "crop_first", 1.5), (STRONG, "crop_first", 1.5), (MILD, "color_first", 1.5)],
+)
+def test_colour_without_hue(recipe, order, bound, source):
+    d = difference(replace(recipe, order=order), source)
+    assert d.mean() < bound
+    assert d.median() < 0.5  # where torchvision clamps nothing on the way, the views are the same
+
+
+@pytest.mark.parametrize(("recipe", "bound"), [(replace(MILD, hue=0.1), 4.0), (replace(STRONG, hue=0.2), 6.0)])
+def test_colour_with_hue(recipe, bound, source):
+    """Hue turns about the grey axis here, in the HSV hexagon there; docs/views.md has the figures."""
+    assert difference(recipe, source).mean() < bound
+
+
+def test_every_small_recipe_with_flips_and_colour_first_at_its_size():
+    recipe = replace(MILD, side=64, order="color_first", crop_area=(0.2, 1.0), hue=0.1)
+    assert difference(recipe, "generated").mean() < 4.0
+
+
+def test_colour_is_the_affine_map_of_the_uncoloured_view():
+    """To one level, at every pixel: what separates the coloured view from torchvision's is only the map."""
+    recipe = replace(STRONG, hue=0.2)
+    encoded = pictures("generated")
+    plan = draw_plan(recipe, len(encoded))
+    before = dali_views(encoded, plan, PLAIN).double().permute(1, 0, 3, 4, 2)  # (N, d, S, S, 3)
+    a, c = (torch.from_numpy(x).double() for x in color_matrices(plan))
+    shift = torch.einsum("ndij,ndj->ndi", c, before.mean((2, 3)))
+    expected = (torch.einsum("ndij,ndhwj->ndhwi", a, before) + shift[:, :, None, None]).clamp(0, 255)
+    got = dali_views(encoded, plan, recipe).double().permute(1, 0, 3, 4, 2)
+    assert (got - expected).abs().max() < 0.51
+
+
+def test_a_view_without_blur_stays_as_it_is():
+    encoded = pictures("generated")
+    plan = draw_plan(BLURRED, len(encoded))
+    same = (dali_views(encoded, plan, BLURRED) == dali_views(encoded, plan, PLAIN)).all(-1).all(-1).all(-1)
+    sharp = torch.from_numpy(plan.blur_sigma == 0).T
+    assert sharp.any()
+    assert same[sharp].all()
+    assert not same[torch.from_numpy(plan.blur_sigma > 0.5).T].any()
+
+
+def test_views_of_one_image_differ():
+    encoded = pictures("generated")
+    views = dali_views(encoded, draw_plan(PLAIN, len(encoded)), PLAIN)
+    assert (views[0] != views[1]).flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("order", ["crop_first", "color_first"])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 4000), (4000, 3), (2, 2)])
+def test_extreme_shapes(height, width, order):
+    encoded = [encode("PNG", image(height=height, width=width, seed=seed)) for seed in range(3)]
+    recipe = replace(MILD, blur_probability=0.5, side=32, order=order)
+    plan = draw_plan(recipe, 3)
+    views = dali_views(encoded, plan, recipe)
+    assert views.shape == (2, 3, 3, 32, 32)
+    if (height, width) == (1, 1):  # nothing beyond the window: the border is torchvision's too
+        assert (views.float() - reference_views(encoded, plan, recipe).float()).abs().max() <= 2
+
+
+def test_exif_orientation_is_never_applied():
+    exif = Image.Exif()
+    exif[0x112] = 6
+    turned, plain = (encode("JPEG", image(height=60, width=90), exif=e) for e in (exif, Image.Exif()))
+    recipe = replace(PLAIN, side=32)
+    plan = draw_plan(recipe, 2)
+    plan = plan._replace(**{n: getattr(plan, n)[[0, 0]] for n in plan._fields[3:]})
+    views = dali_views([turned, plain], plan, recipe)
+    assert torch.equal(views[:, 0], views[:, 1])
+
+
+SIZES = [(256, 256), (300, 500), (500, 300), (333, 257), (225, 1000), (90, 60), (224, 224), (1000, 256)]
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_evaluation_is_resize_256_and_centre_crop_224(interpolation):
+    encoded = [smooth_picture(seed, *size) for seed, size in enumerate(SIZES)]
+    views = dali_eval(encoded, ViewsConfig(side=224, test_resize=256, interpolation=interpolation))
+    mode = {"bicubic": F.InterpolationMode.BICUBIC, "bilinear": F.InterpolationMode.BILINEAR}[interpolation]
+    for view, data, size in zip(views, encoded, SIZES, strict=True):
+        picture = F.resize(Image.open(io.BytesIO(data)), 256, mode)
+        expected = F.pil_to_tensor(F.center_crop(picture, 224))
+        assert (view.float() - expected.float()).abs().mean() < 0.6, size  # half a pixel's shift costs more than 2
+
+
+def test_evaluation_of_photographs_is_within_2_levels_of_pillow():
+    encoded = pictures("photographs")[::10]
+    views = dali_eval(encoded, ViewsConfig(side=224, test_resize=256))
+    for view, data in zip(views, encoded, strict=True):
+        picture = F.resize(Image.open(io.BytesIO(data)).convert("RGB"), 256, F.InterpolationMode.BICUBIC)
+        assert (view.float() - F.pil_to_tensor(F.center_crop(picture, 224)).float()).abs().mean() < 2
+
+
+def test_small_sets_are_evaluated_as_they_are():
+    pixels = image(height=32, width=32)
+    view = dali_eval([encode("PNG", pixels)], ViewsConfig(side=32, test_resize=32))[0]
+    assert torch.equal(view, F.pil_to_tensor(pixels))
