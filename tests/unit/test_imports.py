@@ -1,0 +1,55 @@
+"""One way, no back-references: who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def loaded_by(module: str) -> set[str]:
+    """Modules of ours in a fresh process that imported `module`."""
+    program = f"import {module}, sys; print(*[m for m in sys.modules if m.partition('.')[0] in ('trainer', 'kernels')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def written_imports(file: Path) -> set[str]:
+    """Every module that a file names in an import, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide from a text search"
+            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_evaluation_needs_neither_loop_nor_step_nor_loss():
+    loaded = loaded_by("trainer.evaluate.run")
+    assert "trainer.model" in loaded
+    assert not {m for m in loaded if m.startswith(("trainer.loop", "trainer.step", "trainer.losses", "kernels"))}
+    for file in (ROOT / "trainer" / "evaluate").glob("*.py"):
+        assert not written_imports(file) & {"trainer.loop", "trainer.step", "trainer.losses"}, file
+
+
+def test_kernels_know_nothing_of_the_trainer():
+    for file in (ROOT / "kernels").rglob("*.py"):
+        assert not [name for name in written_imports(file) if name.partition(".")[0] == "trainer"], file
+    assert not [m for m in loaded_by("kernels.whitening") if m.partition(".")[0] == "trainer"]
+
+
+def test_only_the_command_line_imports_the_commands():
+    commands = {"trainer.loop", "trainer.preview", "trainer.evaluate.run", "trainer.bench_loader", "trainer.bench_loss"}
+    allowed = {"cli.py", "__main__.py"}
+    for file in (ROOT / "trainer").rglob("*.py"):
+        if file.name not in allowed:
+            assert not written_imports(file) & {*commands, "trainer.cli"}, file
+
+
+def test_the_command_line_starts_without_torch_or_dali():
+    program = "import trainer.cli, sys; print({'torch', 'nvidia.dali'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()"
