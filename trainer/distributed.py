@@ -51,7 +51,6 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
     if ranks.world_size == 1:
         yield
         return
-    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size)}
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(
@@ -60,6 +59,8 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         timeout=timedelta(minutes=timeout_minutes),
         device_id=device if on_gpu else None,
     )

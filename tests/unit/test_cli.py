@@ -1,0 +1,80 @@
+"""The command line: help, unknown commands, one message for bad input."""
+
+from pathlib import Path
+
+import pytest
+
+import kernels
+from trainer import __version__
+from trainer.cli import COMMANDS, main
+
+
+def test_without_words_it_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(shown.count(f"  {name} ") == 2 for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    assert "unknown command 'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([command, "--help"])
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: wmse {command}" in shown
+    if command in ("pretrain", "probe", "knn", "evaluate", "preview", "bench"):
+        assert "--loss.slice_size" in shown
+        assert "Rows M that are whitened together" in shown
+
+
+def test_another_package_named_kernels_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "__file__", "/elsewhere/site-packages/kernels/__init__.py")
+    assert main(["bench", "loss"]) == 2
+    assert "the package 'kernels' was imported from /elsewhere/site-packages" in capsys.readouterr().err
+
+
+def test_check_data_names_the_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "page.jpg").write_text("<html>not found</html>")
+    assert main(["check-data", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "page.jpg" in shown
+    assert "1 files, 1 bad" in shown
+
+
+def test_prepare_and_preview(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", str(tiny_set), str(tmp_path / "shards")]) == 0
+    words = ["--config", str(tiny_config), "--data.root", str(tmp_path / "shards")]
+    assert main(["preview", *words, "--out", str(tmp_path / "grid.png"), "--images", "3"]) == 0
+    assert "3 images, each beside its 2 views" in capsys.readouterr().out
+    from PIL import Image
+
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.size == (3 * 100, 3 * 100)  # 32 px enlarged three times, with a gap around
+    assert main(["prepare", str(tiny_set), str(tmp_path / "shards")]) == 2
+    assert main(["preview", *words, "--images", "0"]) == 2
+
+
+def test_bench_loader_tells_what_it_measured(
+    tiny_set: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    words = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--seconds", "0.5"]
+    assert main(["bench", "loader", *words]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["views_per_s"] > 0
+    assert len(result["windows"]) == 5
+    assert result["commit"] is None or len(result["commit"]) == 12
+    assert main(["bench", "loader"]) == 2

@@ -1,0 +1,252 @@
+"""The evaluator: exact counts, frozen statistics, the scaling of the run, one message for what is wrong."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torchvision.transforms.v2.functional as F
+from PIL import Image
+from torch import nn
+
+from tests.conftest import TINY
+from trainer.checkpoint import load_checkpoint
+from trainer.config import Config
+from trainer.config_load import load_config
+from trainer.data.index import Index, open_index
+from trainer.distributed import Ranks
+from trainer.errors import InputError
+from trainer.evaluate import features
+from trainer.evaluate.features import Place, extract, raw_pixels, trained_encoder, untrained_encoder
+from trainer.evaluate.run import run_evaluation
+from trainer.loop import pretrain
+from trainer.model import Model, build_model
+
+CPU = torch.device("cpu")
+BOTH = ("linear", "knn")
+
+
+def config_of(folder: Path, root: Path, *settings: str) -> Config:
+    path = folder / "tiny.yaml"
+    path.write_text(TINY)
+    return load_config(path, ["--data.root", str(root), *settings])
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny_set, tmp_path_factory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    assert pretrain(config_of(folder, tiny_set, "--run_dir", str(folder), "--max_steps", "2")) == 0
+    return folder
+
+
+@pytest.fixture
+def place(tiny_set, tmp_path) -> Place:
+    return Place(config_of(tmp_path, tiny_set), Ranks(), CPU)
+
+
+@pytest.fixture
+def model(place) -> Model:
+    """With running statistics that are not those of a new one."""
+    model = build_model(place.config, Ranks())
+    model(torch.randint(0, 256, (32, 3, 32, 32), dtype=torch.uint8))
+    return model
+
+
+def statistics(model: Model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# --- features ---
+
+
+def test_pixels_are_the_centre_crops_in_the_order_of_the_index(place, tiny_set):
+    """(resize 32, crop 32 of pictures of 36 x 40), labels with them."""
+    got = extract(raw_pixels, "val", place)
+    files = sorted((tiny_set / "val").glob("*/*"), key=lambda f: (f.parent.name, f.name))
+    assert got.x.shape == (len(files), 3 * 32 * 32)
+    assert got.labels.tolist() == [["cats", "dogs"].index(f.parent.name) for f in files]
+    assert (got.class_names, got.left_out) == (["cats", "dogs"], 0)
+    for x, file in zip(got.x, files, strict=True):
+        small = F.center_crop(F.resize(Image.open(file), 32, F.InterpolationMode.BILINEAR), 32)
+        assert (255 * x.view(3, 32, 32) - F.pil_to_tensor(small)).abs().mean() < 1
+
+
+def test_features_are_the_encoders_and_leave_its_statistics(model, place):
+    before = statistics(model)
+    assert model.training
+    got = extract(trained_encoder(model), "val", place)
+    assert got.x.shape == (16, model.encoder.num_features)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    pixels = (255 * extract(raw_pixels, "val", place).x).round().to(torch.uint8).view(16, 3, 32, 32)
+    with torch.no_grad():
+        expected = model.eval().encoder(model.scale(pixels))
+    torch.testing.assert_close(got.x, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_batch_size_changes_no_feature(model, place):
+    encode = trained_encoder(model)
+    small = replace(place, config=replace(place.config, evaluate=replace(place.config.evaluate, images_per_batch=5)))
+    torch.testing.assert_close(extract(encode, "train", small).x, extract(encode, "train", place).x, atol=1e-4, rtol=1e-4)
+
+
+def test_untrained_encoder_estimates_its_statistics_first(model, place):
+    """The first BatchNorm's mean is that of its inputs over the training images, each counted once."""
+    first: nn.BatchNorm2d = next(m for m in model.encoder.modules() if isinstance(m, nn.BatchNorm2d))
+    inputs: list[torch.Tensor] = []
+    hook = first.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    encode = untrained_encoder(model, place)
+    hook.remove()
+    seen = torch.cat(inputs)
+    assert len(seen) == 48
+    torch.testing.assert_close(first.running_mean, seen.mean((0, 2, 3)), atol=1e-4, rtol=1e-4)
+    assert not model.training
+    before = statistics(model)
+    extract(encode, "val", place)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_images_that_cannot_be_read_are_left_out_not_replaced(tiny_set, tmp_path):
+    root = tmp_path / "set"
+    shutil.copytree(tiny_set, root)
+    place = Place(config_of(tmp_path, root), Ranks(), CPU)
+    whole = extract(raw_pixels, "val", place)
+    names = [open_index(root, "val").name(i) for i in (3, 15)]
+    for name in names:
+        (root / "val" / name).write_bytes(b"no picture")
+    rest = extract(raw_pixels, "val", place)
+    kept = [i for i in range(16) if i not in (3, 15)]
+    assert rest.left_out == 2
+    assert torch.equal(rest.x, whole.x[kept])
+    assert torch.equal(rest.labels, whole.labels[kept])
+
+
+def relabelled(monkeypatch, change) -> None:
+    """What `features` opens has other labels."""
+
+    def opened(root: Path, split: str) -> Index:
+        index = open_index(root, split)
+        index.labels = change(np.array(index.labels))
+        return index
+
+    monkeypatch.setattr(features, "open_index", opened)
+
+
+def test_images_without_a_label_do_not_count(place, monkeypatch):
+    whole = extract(raw_pixels, "val", place)
+    relabelled(monkeypatch, lambda labels: np.where(np.arange(16) % 3 == 0, -1, labels))
+    rest = extract(raw_pixels, "val", place)
+    kept = [i for i in range(16) if i % 3]
+    assert torch.equal(rest.x, whole.x[kept])
+    assert rest.labels.tolist() == whole.labels[kept].tolist()
+    assert rest.left_out == 0
+    relabelled(monkeypatch, lambda labels: labels * 0 - 1)
+    with pytest.raises(InputError, match="'val' in .* has no labelled images"):
+        extract(raw_pixels, "val", place)
+
+
+def rank_features(rank: int, world_size: int, folder: str, root: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size)
+    place = Place(config_of(Path(folder) / str(rank), Path(root)), Ranks(rank, world_size, rank), CPU)
+    got = extract(raw_pixels, "val", place)
+    torch.save((got.x, got.labels, got.left_out), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
+    """An unreadable image among them, so that the ranks hold different counts."""
+    root = tmp_path / "set"
+    shutil.copytree(tiny_set, root)
+    place = Place(config_of(tmp_path, root), Ranks(), CPU)
+    (root / "val" / open_index(root, "val").name(2)).write_bytes(b"")
+    one = extract(raw_pixels, "val", place)
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    mp.spawn(rank_features, (2, str(tmp_path), str(root)), nprocs=2)
+    for rank in range(2):
+        x, labels, left_out = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert torch.equal(x, one.x)
+        assert torch.equal(labels, one.labels)
+        assert left_out == one.left_out == 1
+
+
+def test_more_ranks_than_images_are_refused(place):
+    with pytest.raises(InputError, match="16 labelled images"):
+        extract(raw_pixels, "val", replace(place, ranks=Ranks(0, 17, 1)))
+
+
+# --- a whole evaluation ---
+
+
+def test_results_are_complete_and_on_disk(run_dir):
+    before = {file: file.read_bytes() for file in (run_dir / "checkpoints").iterdir()}
+    results = run_evaluation(run_dir, "last", [], BOTH)
+    assert set(results) == set(BOTH)
+    for measure, keys in (("linear", {"top5", "standardised_top1", "protocol"}), ("knn", {"k", "metric", "vote"})):
+        assert json.loads((run_dir / "eval" / f"{measure}_2.json").read_text()) == results[measure]
+        assert {"top1", "features", "train_images", "test_images", "left_out", "commit"} | keys <= set(results[measure])
+        assert (results[measure]["train_images"], results[measure]["test_images"]) == (48, 16)
+        assert 0 <= results[measure]["top1"] <= 100
+    assert results["linear"]["top5"] == 100  # of two classes
+    assert before == {file: file.read_bytes() for file in (run_dir / "checkpoints").iterdir()}
+    assert run_evaluation(run_dir, "2", [], BOTH) == results
+
+
+def test_the_checkpoint_and_the_untrained_encoder_are_told_apart(run_dir, tiny_set, tmp_path):
+    """Weights of the file are what is measured; random and pixels need no file, and have names of their own."""
+    model = build_model(load_config(run_dir / "config.yaml", []), Ranks())
+    state = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")["model"]
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, state[name])]
+    assert len(changed) > 10
+    for which, count in (("random", model.encoder.num_features), ("pixels", 3 * 32 * 32)):
+        results = run_evaluation(run_dir, which, [], ("knn",))
+        assert results["knn"]["features"] == count
+        assert (run_dir / "eval" / f"knn_{which}.json").exists()
+
+
+def test_batch_norm_of_views_and_ranks_is_plain_in_evaluation(tiny_set, tmp_path):
+    settings = ["--model.encoder_batch_norm", "per_view", "--model.projector_batch_norm", "per_view"]
+    settings += ["--run_dir", str(tmp_path), "--max_steps", "1"]
+    assert pretrain(config_of(tmp_path, tiny_set, *settings)) == 0
+    assert run_evaluation(tmp_path, "last", [], ("knn",))["knn"]["test_images"] == 16
+
+
+@pytest.mark.parametrize("setting", [("--views.mean", "[0.5, 0.5, 0.5]"), ("--views.std", "[0.2, 0.2, 0.2]")])
+def test_another_scaling_than_in_training_is_refused(run_dir, setting):
+    with pytest.raises(InputError, match=f"{setting[0][2:]} is .* was trained with"):
+        run_evaluation(run_dir, "last", setting, BOTH)
+
+
+def test_what_is_missing_is_named(run_dir, tmp_path):
+    for which, message in (
+        ("7", "no checkpoint of step 7 .* there are: 2"),
+        (str(tmp_path / "none.pt"), "no checkpoint .*none.pt"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_evaluation(run_dir, which, [], BOTH)
+    with pytest.raises(InputError, match=r"is no run folder: it has no config.yaml"):
+        run_evaluation(tmp_path / "nowhere", "last", [], BOTH)
+    shutil.copy(run_dir / "config.yaml", tmp_path / "config.yaml")
+    with pytest.raises(InputError, match="no checkpoint in .*has the run saved one yet"):
+        run_evaluation(tmp_path, "last", [], BOTH)
+    with pytest.raises(InputError, match="no split 'nothing'"):
+        run_evaluation(run_dir, "last", ["--data.test_split", "nothing"], BOTH)
+
+
+def test_a_checkpoint_of_another_model_is_refused(run_dir):
+    with pytest.raises(InputError, match=r"is not that of .*config.yaml"):
+        run_evaluation(run_dir, "last", ["--model.stem", "small", "--model.backbone", "resnet18"], BOTH)
+
+
+def test_splits_of_other_classes_are_refused(run_dir, tiny_set, tmp_path):
+    with pytest.raises(InputError, match="same classes: cats"):
+        features_of = {split: extract(raw_pixels, "val", Place(config_of(tmp_path, tiny_set), Ranks(), CPU)) for split in "ab"}
+        from trainer.evaluate.run import _check_classes
+
+        _check_classes(features_of["a"], replace(features_of["b"], class_names=["dogs"]))
