@@ -23,6 +23,7 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
             "start one rank a GPU"
         )
     torch.cuda.set_device(ranks.local_rank)
+    torch.backends.cudnn.benchmark = True  # shapes never change
     return torch.device("cuda", ranks.local_rank)
 
 

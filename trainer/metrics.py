@@ -33,11 +33,14 @@ class Late:
 
     def put(self, tag: Any, values: Tensor) -> None:
         """Start the copy of `values` to the host."""
-        host = values.detach().to("cpu", non_blocking=True)
         event = None
         if values.device.type == "cuda":
+            host = torch.empty_like(values, device="cpu", pin_memory=True)  # a copy to pageable memory would wait
+            host.copy_(values, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
+        else:
+            host = values.detach().clone()
         self._waiting.append((tag, host, event))
 
     def take(self, *, everything: bool = False) -> list[tuple[Any, list[float]]]:

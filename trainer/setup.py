@@ -77,7 +77,8 @@ class Run:
             self.config.seed, step, self.config.data.images_per_step, loss.iterations, loss.permutation_block
         )
         own = orders[:, rows.first : rows.first + rows.count] - rows.first
-        return torch.from_numpy(own).to(self.device, non_blocking=True)
+        pinned = torch.from_numpy(own).pin_memory() if self.device.type == "cuda" else torch.from_numpy(own)
+        return pinned.to(self.device, non_blocking=True)
 
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
