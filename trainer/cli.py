@@ -9,13 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import trainer
 from trainer.errors import InputError
 
 Words = Sequence[str]
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(words: Words | None = None) -> int:
@@ -37,6 +36,9 @@ def main(words: Words | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print("stopped at once", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _overview() -> str:
@@ -84,9 +86,7 @@ def pretrain(words: Words) -> int:
     parser.add_argument(
         "--dry_run", action="store_true", help="say what the run would do (steps, rate, slices, memory), and stop"
     )
-    parser.add_argument(
-        "--ranks", type=int, default=1, metavar="R", help="ranks that the dry run counts on (default 1)"
-    )
+    parser.add_argument("--ranks", type=int, metavar="R", help="ranks that the dry run counts on (default 1)")
     own, settings = _parse_with_settings(parser, words)
     from trainer.config_load import load_config
 
@@ -94,8 +94,10 @@ def pretrain(words: Words) -> int:
     if own.dry_run:
         from trainer.describe import dry_run
 
-        print("\n".join(dry_run(config, own.ranks)))
+        print("\n".join(dry_run(config, own.ranks or 1)))
         return DONE
+    if own.ranks is not None:
+        raise InputError("--ranks is for --dry_run; start several ranks with torchrun --nproc_per_node or srun")
     from trainer import loop
 
     try:
@@ -135,7 +137,9 @@ def _evaluation(command: Callable[[Words], int], words: Words) -> int:
     from trainer.evaluate.run import run_evaluation
 
     measures = {"probe": ("linear",), "knn": ("knn",), "evaluate": ("linear", "knn")}[command.__name__]
-    _print_json(run_evaluation(own.run_dir, own.checkpoint, settings, measures))
+    results = run_evaluation(own.run_dir, own.checkpoint, settings, measures)
+    if results:  # the first rank's; the others have none
+        print(json.dumps(results, indent=1))
     return DONE
 
 
@@ -205,10 +209,6 @@ def bench(words: Words) -> int:
         result = bench_loader(load_config(own.config, settings), own.seconds)
     print(json.dumps(result))
     return DONE
-
-
-def _print_json(result: dict[str, Any]) -> None:
-    print(json.dumps(result, indent=1))
 
 
 COMMANDS: dict[str, Callable[[Words], int]] = {
