@@ -156,14 +156,14 @@ class MetricsWriter:
             for name in ("loss", "lr", "views_per_s", "data_wait", "min_pivot", "effective_rank", "failed_steps"):
                 if record[name] is not None:
                     self._board.add_scalar(name, record[name], at.step)
-        line = (
-            f"step {at.step}/{self._total}  epoch {at.epoch:.2f}  loss {loss:.4f}  lr {at.learning_rate:.3g}  "
-            f"{at.views_per_s:.0f} views/s  data wait {at.data_wait:.0%}  pivot {min_pivot:.1e}  rank {rank:.1f}"
-        )
         if self._bar:
-            self._bar.update(self._task, completed=at.step, description=line)
+            short = f"loss {loss:.3f}  {at.views_per_s:.0f} views/s  wait {at.data_wait:.0%}"
+            self._bar.update(self._task, completed=at.step, description=short)
         else:
-            _log.info(line)
+            _log.info(
+                f"step {at.step}/{self._total}  epoch {at.epoch:.2f}  loss {loss:.4f}  lr {at.learning_rate:.3g}  "
+                f"{at.views_per_s:.0f} views/s  data wait {at.data_wait:.0%}  pivot {min_pivot:.1e}  rank {rank:.1f}"
+            )
 
     def close(self) -> None:
         """Flush everything."""

@@ -27,13 +27,19 @@ def open_run_folder(run_dir: str) -> Path:
     return path
 
 
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to what sys.stderr is at the time: a progress bar puts itself in between, to stay below the lines."""
+
+    stream = property(lambda self: sys.stderr, lambda self, _: None)
+
+
 def start_logging(run_dir: Path | None, *, is_first: bool) -> None:
     """Plain lines on stderr and, on the first rank, appended to log.txt; other ranks report warnings only."""
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
         old.close()
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [_CurrentStderr()]
     if run_dir is not None and is_first:
         handlers.append(logging.FileHandler(run_dir / "log.txt", encoding="utf-8"))
     for handler in handlers:
