@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
-from pictures import damaged_png, encoded, image, make_folder
+from pictures import damaged_png, encoded, image, make_folder, png_16_bit
 from PIL import Image
 
 from trainer.config import DataConfig, ViewsConfig
 from trainer.data.index import Index, open_index
-from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, train_requests
+from trainer.data.loader import BadImages, Batch, Request, ViewLoader, eval_requests, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.views import eval_recipe
 from trainer.errors import InputError
@@ -161,6 +161,7 @@ ODD = {
     "cmyk jpeg": encoded("JPEG", image("CMYK", 40, 30), quality=95),
     "palette png": encoded("PNG", image("RGB", 40, 30).quantize(16)),
     "alpha png": encoded("PNG", image("RGBA", 40, 30)),
+    "16-bit png": png_16_bit(),  # DALI's own idea of it is another
     "webp": encoded("WEBP", image("RGB", 40, 30)),
 }
 
@@ -232,6 +233,17 @@ def test_a_vanished_file_and_bad_neighbours(tmp_path):
     for batch in got:
         np.testing.assert_array_equal(batch.image_ids, replacement[planner(index).plan(batch.step).image_ids])
     assert same(keep(loader(index, first=6, threads=1)), got[6:])
+
+
+def test_two_readers_that_meet_a_bad_image_name_it_once(index):
+    named = []
+    bad = BadImages(index, 0.01, lambda name, problem: named.append(name))
+    threads = [threading.Thread(target=bad.add, args=(3, "gone")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert named == [index.name(3)]
 
 
 def test_the_run_stops_where_too_many_are_bad(tmp_path):

@@ -38,7 +38,7 @@ def pictures(source: str) -> list[bytes]:
 
 def difference(recipe: ViewsConfig, source: str) -> torch.Tensor:
     """Mean absolute difference of each view inside the border, (d, N)."""
-    encoded = pictures(source)
+    encoded = pictures(source)[:: 4 if recipe.order == "color_first" else 1]  # torchvision is slow on whole images
     plan = draw_plan(recipe, len(encoded))
     views, expected = dali_views(encoded, plan, recipe), reference_views(encoded, plan, recipe)
     assert views.dtype == torch.uint8
@@ -61,7 +61,12 @@ def test_crop_resize_flip_and_blur(recipe, interpolation, source):
 
 @pytest.mark.parametrize(
     ("recipe", "order", "bound"),
-    [(MILD, "crop_first", 1.5), (STRONG, "crop_first", 1.5), (MILD, "color_first", 1.5)],
+    [
+        (MILD, "crop_first", 1.5),
+        (STRONG, "crop_first", 1.5),
+        (MILD, "color_first", 1.5),
+        (replace(MILD, blur_probability=0.5), "crop_first", 1.5),
+    ],
 )
 def test_colour_without_hue(recipe, order, bound, source):
     d = difference(replace(recipe, order=order), source)

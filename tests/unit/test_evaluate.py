@@ -149,7 +149,7 @@ def test_images_without_a_label_do_not_count(place, monkeypatch):
     assert rest.labels.tolist() == whole.labels[kept].tolist()
     assert rest.left_out == 0
     relabelled(monkeypatch, lambda labels: labels * 0 - 1)
-    with pytest.raises(InputError, match="'val' in .* has no labelled images"):
+    with pytest.raises(InputError, match=r"'val' in .* has no labelled images"):
         extract(raw_pixels, "val", place)
 
 
@@ -238,7 +238,7 @@ def test_what_is_missing_is_named(run_dir, tmp_path):
     with pytest.raises(InputError, match=r"is no run folder: it has no config.yaml"):
         run_evaluation(tmp_path / "nowhere", "last", [], BOTH)
     shutil.copy(run_dir / "config.yaml", tmp_path / "config.yaml")
-    with pytest.raises(InputError, match="no checkpoint in .*has the run saved one yet"):
+    with pytest.raises(InputError, match=r"no checkpoint in .*has the run saved one yet"):
         run_evaluation(tmp_path, "last", [], BOTH)
     with pytest.raises(InputError, match="no split 'nothing'"):
         run_evaluation(run_dir, "last", ["--data.test_split", "nothing"], BOTH)

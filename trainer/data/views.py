@@ -151,4 +151,4 @@ def _affine(view: Any, a: Any, c: Any, image_mean: Any | None) -> Any:
     """
     shift = fn.coord_transform(_mean(view) if image_mean is None else image_mean, M=c)
     moved = fn.coord_transform(view, M=a, dtype=types.FLOAT) + fn.reshape(shift, shape=[1, 1, 3])
-    return fn.reshape(fn.cast(moved, dtype=types.UINT8), layout="HWC")  # a sum has no layout; the blur needs one
+    return fn.cast(moved, dtype=types.UINT8)
