@@ -123,6 +123,7 @@ def test_changed_settings_are_named_and_refused(
     error = capsys.readouterr().err
     assert "optimizer.epochs: 3 -> 4" in error
     assert "views.hue: 0.2 -> 0.1" in error
+    assert state(run_dir) == ("failed", 2, 2)
     assert checkpoint(run_dir, 2)["step"] == 2
     more = ("--optimizer.epochs", "4", "--allow_changes", "true", "--max_steps", "3")
     assert pretrain(tiny_config, tiny_set, run_dir, *more) == 0

@@ -1,4 +1,5 @@
-"""Run by torchrun (and once alone): for each case, the gradient of every parameter and the running statistics after a step.
+"""Run by torchrun (and once alone): for each case, the gradient of every parameter, the running statistics and what the ranks
+agreed on after a step.
 
 two_ranks_worker.py OUT.pt
 """
@@ -17,7 +18,7 @@ from trainer.step import TrainStep
 IMAGES, K = 32, 4
 MODEL = ModelConfig("test_resnet", stem="half", zero_init_last=False, projector="mlp", projector_hidden=(12,),
                     embedding_size=K, batch_norm_ranks="all")  # fmt: skip
-# name: views, slice, iterations, block, batch norm, weights of the loss as configured
+# name: views, slice, iterations, block, batch norm
 CASES = {
     "2 views": (2, 8, 1, 32, "joint"),
     "3 views": (3, 16, 1, 32, "joint"),
@@ -25,19 +26,20 @@ CASES = {
     "2 views, slice group": (2, 32, 1, 32, "joint"),
     "4 views, slice group, 3 iterations": (4, 8, 3, 32, "per_view"),
     "2 views, 2 iterations inside a rank": (2, 8, 2, 16, "joint"),
+    "a slice of the last rank fails": (2, 16, 1, 32, "joint"),
 }
 
 
-def run_case(case: tuple[int, int, int, int, str]) -> dict[str, torch.Tensor]:
-    """One step of SGD with rate 1 from fixed weights and pixels, in float64."""
-    views, slice_size, iterations, block, norm = case
+def run_case(name: str) -> dict[str, torch.Tensor]:
+    """One step of SGD with rate 1 from fixed weights and pixels, in float64; the last rank wishes to stop."""
+    views, slice_size, iterations, block, norm = CASES[name]
     ranks = find_ranks()
     rows = own_rows(ranks, IMAGES)
     group_size = slice_group_size(rows.count, ranks.world_size, block if iterations > 1 else slice_size)
     torch.manual_seed(0)
     config = replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm)
-    name = torch.distributed.group.WORLD.group_name if ranks.world_size > 1 else None
-    model = Model(config, ViewsConfig(num_views=views), name, ranks.world_size).double()
+    group = torch.distributed.group.WORLD.group_name if ranks.world_size > 1 else None
+    model = Model(config, ViewsConfig(num_views=views), group, ranks.world_size).double()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     step = TrainStep(
         wrap_model(model, ranks, torch.device("cpu")),
@@ -51,24 +53,27 @@ def run_case(case: tuple[int, int, int, int, str]) -> dict[str, torch.Tensor]:
     pixels = torch.randint(
         0, 256, (views, IMAGES, 3, 16, 16), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
     )
+    if "fails" in name:
+        pixels[:, IMAGES // 2 :] = pixels[:, -1:]  # all the same: nothing to whiten
     own = pixels[:, rows.first : rows.first + rows.count].flatten(0, 1).contiguous(memory_format=torch.channels_last)
     together = Rows(ranks.rank // group_size * group_size * rows.count, group_size * rows.count)
     orders = slice_permutations(0, 0, IMAGES, iterations, block)
     orders = orders[:, together.first : together.first + together.count] - together.first
-    result = step(own, torch.from_numpy(orders), 1.0)
-    assert not result.failed
+    result = step(own, torch.from_numpy(orders), 1.0, stop=ranks.rank == ranks.world_size - 1)
+    assert result.failed == ("fails" in name)
     loss = result.loss.clone()
     if ranks.world_size > 1:
         torch.distributed.all_reduce(loss)
     gradients = {n: before[n] - p.detach() for n, p in model.named_parameters()}
     statistics = {n: b.clone() for n, b in model.named_buffers() if "running" in n}
-    return {"loss": loss / ranks.world_size, "group_size": torch.tensor(group_size), **gradients, **statistics}
+    agreed = {"flags": result.flags, "group_size": torch.tensor(group_size)}
+    return {"loss": loss / ranks.world_size, **agreed, **gradients, **statistics}
 
 
 def main() -> None:
     ranks = find_ranks()
     with process_group(ranks, torch.device("cpu"), 1.0):
-        results = {name: run_case(case) for name, case in CASES.items()}
+        results = {name: run_case(name) for name in CASES}
         if ranks.is_first:
             torch.save(results, sys.argv[1])
 

@@ -1,6 +1,10 @@
 """BatchNorm per view, and statistics that a failed step takes back. (Over ranks: tests/integration/test_two_ranks.py.)"""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import nn
 
@@ -39,6 +43,37 @@ def test_no_shift_stays_no_shift() -> None:
     norm.register_parameter("bias", None)
     module = convert_batch_norm(nn.Sequential(norm), 2, None, 1)
     assert module(torch.randn(8, 3)).mean(0).abs().max() < 1e-6
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[str]:
+    """A process group with this process alone: the way over ranks, without a second one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("with_shift", [True, False])
+def test_over_ranks_it_is_a_batch_norm(with_shift: bool, group_of_one: str) -> None:
+    """The ImageNet recipe's last BatchNorm has no shift; a wrong mean there would not be seen in the loss."""
+    torch.manual_seed(0)
+    plain, copied = nn.BatchNorm1d(5).double(), nn.BatchNorm1d(5).double()
+    with torch.no_grad():
+        plain.weight.uniform_(0.5, 2)
+        plain.bias.uniform_(0.5, 2) if with_shift else plain.bias.zero_()
+    copied.load_state_dict(plain.state_dict())
+    if not with_shift:
+        copied.register_parameter("bias", None)
+    ours = convert_batch_norm(nn.Sequential(copied), 1, group_of_one, 1)
+    x = 3 + 2 * torch.randn(8, 5, dtype=torch.float64)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [module(i) for module, i in zip((plain, ours), inputs, strict=True)]
+    for y in outputs:
+        y.pow(3).sum().backward()
+    torch.testing.assert_close(outputs[1], outputs[0])
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    torch.testing.assert_close(ours[0].running_var, plain.running_var)
 
 
 def test_joint_on_one_rank_is_left_alone() -> None:

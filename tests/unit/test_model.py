@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.batch_norm import ViewBatchNorm
 from trainer.config import ModelConfig, ViewsConfig
 from trainer.errors import InputError
 from trainer.model import Model, PixelScale, Projector, build_encoder
@@ -51,6 +52,21 @@ def test_last_layer_is_float32_under_autocast() -> None:
     assert not torch.equal(v, v.bfloat16().float())
 
 
+@pytest.mark.parametrize(("over", "group"), [("local", None), ("all", "everyone")])
+def test_statistics_over_ranks_only_where_asked_for(over: str, group: str | None) -> None:
+    config = replace(TINY, batch_norm_ranks=over, encoder_batch_norm="per_view", projector_batch_norm="per_view")
+    norms = [m for m in Model(config, ViewsConfig(), "everyone", 2).modules() if isinstance(m, ViewBatchNorm)]
+    assert {m.group_name for m in norms} == {group}
+
+
+@pytest.mark.parametrize("stem", ["imagenet", "small"])
+def test_kernels_are_channels_last(stem: str) -> None:
+    """As the pixels are; else each convolution copies, and DDP warns of strides that do not match."""
+    model = Model(replace(TINY, stem=stem), ViewsConfig())
+    kernels = [p for p in model.parameters() if p.ndim == 4]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
+
+
 def test_every_parameter_gets_a_gradient() -> None:
     """DDP waits for ever for one that does not, such as an unused classifier."""
     model = Model(replace(TINY, zero_init_last=False), ViewsConfig())
@@ -64,6 +80,7 @@ def test_checkpointed_activations_give_the_same_gradient() -> None:
         torch.manual_seed(0)
         model = Model(replace(TINY, zero_init_last=False, activation_checkpointing=checkpointing), ViewsConfig())
         model.double()
+        assert model.encoder.grad_checkpointing is checkpointing
         torch.manual_seed(1)
         model(torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)).square().sum().backward()
         gradients.append(model.encoder.layer1[0].conv1.weight.grad)

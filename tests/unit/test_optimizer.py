@@ -83,6 +83,7 @@ def test_lars_with_the_bit_on_the_device(failed: float) -> None:
     """The GPU's way, where the host never learns of the failure: the bit goes in as a tensor."""
     model = small_model().float()
     plain, gated = small_model().float(), model
+    buffers = []
     for m, bit in ((plain, None), (gated, torch.tensor(failed))):
         optimizer = build_optimizer(m, LARS, CPU)
         for step in range(2):
@@ -96,7 +97,8 @@ def test_lars_with_the_bit_on_the_device(failed: float) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = 0.5
                 optimizer.step()
-    for a, b in zip(gated.parameters(), plain.parameters(), strict=True):
+        buffers.append([state["momentum_buffer"] for state in optimizer.state.values()])
+    for a, b in zip((*gated.parameters(), *buffers[1]), (*plain.parameters(), *buffers[0]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 

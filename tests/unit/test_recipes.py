@@ -97,13 +97,14 @@ def test_config_builds(path: Path) -> None:
     assert model(pixels).shape == (2 * config.views.num_views, config.model.embedding_size)
     if config.model.stem != "imagenet":
         first = model.encoder.conv1[0] if config.model.backbone == "test_resnet" else model.encoder.conv1
-        assert first.kernel_size == (3, 3)
+        assert (first.kernel_size, first.stride[0]) == ((3, 3), 2 if config.model.stem == "half" else 1)
         assert isinstance(model.encoder.maxpool, torch.nn.MaxPool2d) == (config.model.stem == "small_pool")
-    norms = [m for m in model.encoder.modules() if hasattr(m, "running_mean")]
-    assert all(
-        getattr(m, "num_views", 1) == (config.views.num_views if config.model.encoder_batch_norm == "per_view" else 1)
-        for m in norms
-    )
+    for part, form in (
+        (model.encoder, config.model.encoder_batch_norm),
+        (model.projector, config.model.projector_batch_norm),
+    ):
+        views = config.views.num_views if form == "per_view" else 1
+        assert {getattr(m, "num_views", 1) for m in part.modules() if hasattr(m, "running_mean")} == {views}
     last = model.encoder.layer4[-1]
     gamma = (last.bn3 if hasattr(last, "bn3") else last.bn2).weight
     assert bool((gamma == 0).all()) == config.model.zero_init_last

@@ -1,0 +1,66 @@
+"""What the loop counts and times. (The loop itself: tests/integration/test_run.py.)"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_setup import run_of
+from trainer.loop import TrainingFailedError, _Clock, _Failures, _SaveTimes
+
+
+class Time:
+    """A clock that the test turns."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> Time:
+    clock = Time()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def test_failures_in_a_row_are_bounded() -> None:
+    failures = _Failures(2)
+    for step, failed in enumerate((True, True, False, True, True)):
+        failures.count(step, failed)
+    with pytest.raises(TrainingFailedError, match="3 steps in a row failed, the last 5"):
+        failures.count(5, True)
+
+
+def test_rate_and_wait_are_those_since_the_last_line(tiny_set: Path, tiny_config: Path, hand: Time) -> None:
+    run = run_of(tiny_set, tiny_config)  # 16 images a step, 2 views, 3 steps an epoch
+    hand.now = 100.0
+    clock = _Clock(run, first_step=5)
+    for first, seconds, wait, expected in ((5, 4.0, 1.0, (32.0, 0.5)), (9, 2.0, 0.25, (64.0, 0.25))):
+        hand.now += seconds
+        clock.waited(wait)
+        clock.waited(wait)
+        line = clock.line(first + 4, 0.1, 0)
+        assert (line.views_per_s, line.data_wait) == expected
+        assert line.epoch == pytest.approx((first + 4) / 3)
+
+
+def test_saves_by_minutes_are_asked_for_once(tiny_set: Path, tiny_config: Path, hand: Time) -> None:
+    """The wish is agreed two steps later: until then it is not repeated, and the time counts from the save on."""
+    run = run_of(tiny_set, tiny_config, "--checkpoint.every_minutes", "2")
+    saves = _SaveTimes(run)
+    found = []
+    for seconds, saved in ((119, False), (1, False), (1, False), (1, True), (119, False), (1, False)):
+        hand.now += seconds
+        found.append(saves.minutes_due())
+        if saved:
+            saves.done()
+    assert found == [False, True, False, False, False, True]
+    never = _SaveTimes(
+        replace(run, config=replace(run.config, checkpoint=replace(run.config.checkpoint, every_minutes=0)))
+    )
+    hand.now += 1e6
+    assert not never.minutes_due()

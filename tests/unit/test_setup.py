@@ -1,0 +1,65 @@
+"""The parts of a run, put together. (Whole runs: tests/integration/test_run.py.)"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config_load import load_config
+from trainer.data.plan import Rows, slice_permutations
+from trainer.distributed import Ranks
+from trainer.setup import Run, check_set_size, rows_together, set_up
+
+
+def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
+    config = load_config(tiny_config, ["--data.root", str(tiny_set), *more])
+    return set_up(config, Ranks(), torch.device("cpu"), tiny_config.parent)
+
+
+def test_a_slice_group_permutes_its_own_rows(tiny_set: Path, tiny_config: Path) -> None:
+    """The second of two groups of a step of 32 images takes its half of the step's orders, counted from its first image."""
+    sizes = ("--data.images_per_step", "32", "--loss.iterations", "3", "--loss.permutation_block", "16", "--seed", "5")
+    run = replace(run_of(tiny_set, tiny_config, *sizes), group_rows=Rows(16, 16))
+    for step in (0, 7):
+        whole = slice_permutations(5, step, 32, 3, 16)
+        orders = run.permutations(step)
+        assert orders.tolist() == (whole[:, 16:] - 16).tolist()
+        assert orders.sort(dim=1).values.tolist() == [list(range(16))] * 3
+    assert not torch.equal(run.permutations(0), run.permutations(7))
+
+
+def test_one_iteration_keeps_the_order(tiny_set: Path, tiny_config: Path) -> None:
+    assert run_of(tiny_set, tiny_config).permutations(3).tolist() == [list(range(16))]
+
+
+def test_the_seed_decides_the_initial_weights(tiny_set: Path, tiny_config: Path) -> None:
+    first, again, other = (
+        run_of(tiny_set, tiny_config, "--seed", seed).model.projector.last.weight for seed in ("1", "1", "2")
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_settings_reach_the_parts_they_are_for(tiny_set: Path, tiny_config: Path) -> None:
+    words = ("--views.num_views", "3", "--precision", "bf16", "--loss.eps", "0.1", "--max_steps", "100")
+    run = run_of(tiny_set, tiny_config, *words)
+    assert (run.step.num_views, run.step.autocast_dtype, run.step.loss) == (3, torch.bfloat16, run.config.loss)
+    assert run.planner.steps_per_epoch == 3
+    assert run.end_step == run.schedule.total_steps == 9  # max_steps does not make a run longer
+
+
+def test_blocks_are_kept_together_only_where_they_are_permuted(tiny_config: Path) -> None:
+    words = ["--loss.permutation_block", "32", "--data.images_per_step", "32"]
+    assert rows_together(load_config(tiny_config, words)) == 16
+    assert rows_together(load_config(tiny_config, [*words, "--loss.iterations", "2"])) == 32
+
+
+def test_a_set_of_another_size_is_said(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(tiny_config, ["--data.expected_images", "50"])
+    with caplog.at_level(logging.WARNING):
+        check_set_size(config, 50)
+        assert not caplog.records
+        check_set_size(config, 16)  # one step: enough
+    assert "counts on 50 training images, this set has 16" in caplog.text
