@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections import deque
@@ -140,12 +141,12 @@ class MetricsWriter:
         record = {
             "step": at.step,
             "epoch": round(at.epoch, 4),
-            "loss": loss if loss == loss else None,  # JSON has no NaN
+            "loss": _number(loss),
             "lr": at.learning_rate,
             "views_per_s": round(at.views_per_s, 1),
             "data_wait": round(at.data_wait, 4),
             "min_pivot": min_pivot,
-            "effective_rank": round(rank, 3),
+            "effective_rank": _number(round(rank, 3)),
             "failed_steps": int(failed_steps),
             "bad_images": at.bad_images,
             "time": round(time.time(), 3),
@@ -172,6 +173,11 @@ class MetricsWriter:
         if self._board:
             self._board.close()
         self._file.close()
+
+
+def _number(value: float) -> float | None:
+    """For JSON, which has no NaN: no loss where no step was applied, no effective rank of embeddings that are all the same."""
+    return value if math.isfinite(value) else None
 
 
 def _progress_bar() -> Progress:

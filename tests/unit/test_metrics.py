@@ -19,7 +19,7 @@ def result(loss: float, *, failed: bool = False, pivot: float = 0.5) -> StepResu
 
 
 def line(step: int) -> Progressed:
-    return Progressed(step, step / 10, 0.1, 100.0, 0.05, 0)
+    return Progressed(step, step / 10, 0.1, 100.0, 0.05, bad_images=1)
 
 
 def test_effective_rank_is_k_for_white_and_1_on_a_line() -> None:
@@ -75,10 +75,12 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     writer = MetricsWriter(tmp_path, 4, 10, tensorboard=False)
-    writer.write(line(6), [float("nan"), 2, 0.5, 3.0])
+    writer.write(line(6), [float("nan"), 2, 0.0, float("nan")])
     writer.close()
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(at["step"], at["loss"]) for at in lines] == [(2, 1.0), (4, 1.0), (6, None)]
+    assert [(at["failed_steps"], at["bad_images"]) for at in lines] == [(0, 1), (0, 1), (2, 1)]
 
 
 def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
