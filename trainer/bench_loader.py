@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import torch
 from nvidia.dali import __version__ as dali_version
 
 from trainer.config import Config
-from trainer.data.loader import Batch, ViewLoader, train_requests
+from trainer.data.loader import Batch, ViewLoader, own_cores, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.device import choose_device
 from trainer.distributed import Ranks
@@ -60,7 +59,7 @@ def bench_loader(config: Config, seconds: float) -> dict[str, Any]:
         "images_per_step": config.data.images_per_step,
         "num_views": config.views.num_views,
         "side": config.views.side,
-        "threads": config.data.threads or len(os.sched_getaffinity(0)),
+        "threads": config.data.threads or own_cores(),
         "page_cache": "warm where the set fits",
         **provenance(device),
         "dali": dali_version,

@@ -30,7 +30,8 @@ class DataConfig:
     images_per_step: int = 1024
     """Images of one optimizer step, all ranks together (each becomes num_views views)."""
     threads: int = 0
-    """DALI threads and reader threads of a rank; 0: as many as the cores this rank may use."""
+    """DALI threads and reader threads of a rank; 0: as many as the cores this rank may use, shared with its neighbours
+    where torchrun started several."""
     read_ahead_steps: int = 3
     """Steps whose files are read, and decoded, ahead of need."""
     max_bad_share: float = 0.01

@@ -16,7 +16,7 @@ from PIL import Image
 
 from trainer.config import DataConfig, ViewsConfig
 from trainer.data.index import Index, open_index
-from trainer.data.loader import BadImages, Batch, Request, ViewLoader, eval_requests, train_requests
+from trainer.data.loader import BadImages, Batch, Request, ViewLoader, eval_requests, own_cores, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.views import eval_recipe
 from trainer.errors import InputError
@@ -318,3 +318,13 @@ def test_a_failure_of_dali_itself_is_not_taken_for_a_bad_image(index):
     with pytest.raises(RuntimeError, match="DALI failed in step 0, though every image decodes"):
         keep(loader(index, requests=lambda step: broken))
     assert own_threads() == []
+
+
+def test_ranks_of_one_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert own_cores() == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert own_cores() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert own_cores() == 1

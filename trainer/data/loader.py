@@ -34,6 +34,11 @@ _log = logging.getLogger(__name__)
 _BAD_BEFORE_SHARE_COUNTS = 100
 
 
+def own_cores() -> int:
+    """Cores for this rank: those it may use, shared with the ranks that torchrun started beside it (srun binds each)."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 class Request(NamedTuple):
     """What a step asks of the loader."""
 
@@ -128,10 +133,12 @@ class ViewLoader:
         self.index, self.recipe, self.requests = index, recipe, requests
         self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
         self.bad = BadImages(index, config.max_bad_share, record_bad)
-        threads = config.threads or len(os.sched_getaffinity(0))
+        threads = config.threads or own_cores()
         self._place = Placement(device.index or 0 if device.type == "cuda" else None, threads, 2)
         self._ahead = config.read_ahead_steps
         self._pipe: Any = None
+        # DALI may write over what is let go of, and a GPU copies two steps later than the host asks for it
+        self._held: deque[Any] = deque(maxlen=3)
         shape = (2, recipe.num_views * batch_size, recipe.side, recipe.side, 3)
         self._buffers = torch.empty(shape, dtype=torch.uint8, device=device)
 
@@ -234,6 +241,7 @@ class ViewLoader:
 
     def _collect(self, outputs: Any, count: int, slot: int) -> torch.Tensor:
         """The view-major tensor of a batch: the one copy of the pixels."""
+        self._held.append(outputs)
         buffer = self._buffers[slot, : self.recipe.num_views * count]
         for view, output in enumerate(outputs):
             buffer[view * count : (view + 1) * count].copy_(torch.from_dlpack(output.as_tensor()))
