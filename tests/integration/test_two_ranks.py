@@ -8,6 +8,7 @@ import torch
 
 from tests.integration.launch import run, wmse
 from tests.integration.two_ranks_worker import CASES
+from trainer.cli import main
 
 WORKER = "tests/integration/two_ranks_worker.py"
 Results = dict[str, dict[str, torch.Tensor]]
@@ -41,15 +42,20 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
 
 
 def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
-    """The command itself: one rank and two give the same loss lines, with BatchNorm over all ranks."""
+    """The command itself: one rank and two give the same loss lines, with BatchNorm over all ranks. The run of two ranks
+    stops in the middle of a line, and one goes on with it."""
     lines = []
-    for ranks in (1, 2):
+    for ranks, steps in ((1, 4), (2, 3)):
         run_dir = tmp_path / f"run{ranks}"
-        done = wmse("pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--max_steps", "4",
-                    "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", ranks=ranks)  # fmt: skip
+        words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--log.every_steps", "2",
+                 "--model.batch_norm_ranks", "all", "--optimizer.name", "lars"]  # fmt: skip
+        done = wmse(*words, "--max_steps", str(steps), ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
+        assert main([*map(str, words), "--max_steps", "4"]) == 0
         lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
-    assert "shared by groups of 2 neighbouring ranks" in (tmp_path / "run2" / "log.txt").read_text()
+    log = (tmp_path / "run2" / "log.txt").read_text()
+    assert "shared by groups of 2 neighbouring ranks" in log
+    assert "saved by 2 rank(s), going on with 1" in log
     for one, two in zip(*lines, strict=True):
         assert (two["step"], two["lr"]) == (one["step"], one["lr"])
         for key in ("loss", "min_pivot", "effective_rank"):
