@@ -40,6 +40,8 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int) -> Path:
     """Write the checkpoint of content["step"], then delete all but the newest `keep_last`."""
     folder.mkdir(parents=True, exist_ok=True)
+    for rest in folder.glob(".step_*"):  # of a save that was killed
+        rest.unlink()
     path = checkpoint_path(folder, content["step"])
     with atomic_write(path) as file:
         torch.save({"format": FORMAT, **content}, file)

@@ -1,11 +1,14 @@
 """Checkpoints are complete, never torn, read safely, and found by number."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from trainer.checkpoint import (
     choose_checkpoint,
     list_checkpoints,
@@ -43,6 +46,19 @@ def test_a_failed_save_leaves_the_old_ones_and_no_rest(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="No space"):
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
+
+
+def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+    """A process killed while it writes leaves its temporary file; some of them would fill the disk."""
+    code = (
+        "import os, pathlib, signal, sys; from trainer.files import atomic_write\n"
+        "with atomic_write(pathlib.Path(sys.argv[1])) as file:\n"
+        "    file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "step_00000001.pt")], cwd=ROOT, check=False)
+    assert [p.name[:5] for p in tmp_path.iterdir()] == [".step"]
+    save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000002.pt"]
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text"])
