@@ -16,6 +16,8 @@ import yaml
 from tests.conftest import ROOT, write_images
 from tests.integration.launch import wmse
 from trainer.cli import main
+from trainer.config_load import load_config
+from trainer.schedule import build_schedule
 
 SAME = ("step", "epoch", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
 
@@ -53,7 +55,10 @@ def test_a_run_leaves_what_it_promises(whole_run: Path, tiny_set: Path) -> None:
     assert state(whole_run) == ("done", 0, 9)
     assert [line["step"] for line in metrics(whole_run)] == [2, 4, 6, 8, 9]
     assert all(0 <= line["loss"] <= 4 and 0 < line["min_pivot"] <= 1 for line in metrics(whole_run))
+    rate = build_schedule(load_config(whole_run / "config.yaml", []), steps_per_epoch=3).learning_rate
+    assert [line["lr"] for line in metrics(whole_run)] == [rate(step) for step in (1, 3, 5, 7, 8)]
     saved = checkpoint(whole_run, 9)
+    assert saved["optimizer"]["param_groups"][0]["lr"] == rate(8)
     assert {name.split(".")[0] for name in saved["model"]} == {"encoder", "projector"}
     config = yaml.safe_load((whole_run / "config.yaml").read_text())
     assert config["data"]["root"] == str(tiny_set)
@@ -140,6 +145,19 @@ def test_other_images_are_refused(
     assert "training images: 48 -> 49" in capsys.readouterr().err
 
 
+def test_a_bad_file_is_put_down_and_the_run_goes_on(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    data = tmp_path / "set"
+    shutil.copytree(tiny_set, data)
+    assert pretrain(tiny_config, data, tmp_path / "run", "--max_steps", "1") == 0  # the index is made; then it breaks
+    bad = next((data / "train" / "dogs").iterdir())
+    bad.write_bytes(b"?" * bad.stat().st_size)
+    assert pretrain(tiny_config, data, tmp_path / "run") == 0
+    (line,) = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
+    assert bad.name in json.loads(line)["image"]
+    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert (json.loads(last)["step"], json.loads(last)["bad_images"]) == (9, 1)
+
+
 def test_encoder_of_another_run(
     whole_run: Path, tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +214,7 @@ def test_slices_that_fail_end_the_run_with_advice(
     assert pretrain(tiny_config, tiny_set, run_dir, "--loss.max_failed_steps", "3") == 1
     error = capsys.readouterr().err
     assert "4 steps in a row failed" in error
-    assert state(run_dir)[:2] == ("failed", 1)
+    assert state(run_dir) == ("failed", 1, 1)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000001.pt"]
 
 

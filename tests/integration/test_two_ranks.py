@@ -48,7 +48,8 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
     for ranks, steps in ((1, 4), (2, 3)):
         run_dir = tmp_path / f"run{ranks}"
         words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--log.every_steps", "2",
-                 "--model.batch_norm_ranks", "all", "--optimizer.name", "lars"]  # fmt: skip
+                 "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--loss.iterations", "2",
+                 "--loss.permutation_block", "16"]  # fmt: skip
         done = wmse(*words, "--max_steps", str(steps), ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
         assert main([*map(str, words), "--max_steps", "4"]) == 0
