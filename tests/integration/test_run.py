@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import yaml
 
 from tests.conftest import ROOT, write_images
 from tests.integration.launch import wmse
+from trainer.checkpoint import list_checkpoints
 from trainer.cli import main
 from trainer.config_load import load_config
 from trainer.schedule import build_schedule
+from trainer.signals import StopRequest
 
 SAME = ("step", "epoch", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
 
@@ -31,7 +34,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in SAME} for line in lines]
 
 
-def state(run_dir: Path) -> tuple[str, int, int]:
+def state(run_dir: Path) -> tuple[str, int | None, int]:
     found = json.loads((run_dir / "state.json").read_text())
     return found["status"], found["exit_code"], found["step"]
 
@@ -110,6 +113,32 @@ def test_killed_run_goes_on_from_its_last_checkpoint(
     assert "step_00000006.pt" in (run_dir / "log.txt").read_text()
 
 
+def test_saves_by_time(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    """The wish of the first step is agreed on and met two steps later; the next one follows the save."""
+    assert pretrain(tiny_config, tiny_set, tmp_path, "--checkpoint.every_minutes", "1e-9") == 0
+    assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(("max_steps", "code", "status"), [("0", 75, "preempted"), ("3", 0, "paused")])
+def test_a_stop_asked_for_is_met_two_steps_later(
+    max_steps: str,
+    code: int,
+    status: str,
+    tiny_set: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where that is the last step of this call anyway, nothing was cut short."""
+    request = StopRequest()
+    request.asked = True
+    monkeypatch.setattr("trainer.loop.stop_on_signals", lambda: nullcontext(request))
+    assert pretrain(tiny_config, tiny_set, tmp_path, "--max_steps", max_steps) == code
+    assert state(tmp_path) == (status, code, 3)
+    assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [3]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+
+
 def test_a_finished_run_does_nothing_more(whole_run: Path, tiny_set: Path, tiny_config: Path) -> None:
     before = checkpoint(whole_run, 9)
     assert pretrain(tiny_config, tiny_set, whole_run, "--log.every_steps", "2") == 0
@@ -132,6 +161,8 @@ def test_changed_settings_are_named_and_refused(
     assert checkpoint(run_dir, 2)["step"] == 2
     more = ("--optimizer.epochs", "4", "--allow_changes", "true", "--max_steps", "3")
     assert pretrain(tiny_config, tiny_set, run_dir, *more) == 0
+    assert pretrain(tiny_config, tiny_set, run_dir, "--seed", "1") == 2
+    assert state(run_dir) == ("failed", 2, 3)
 
 
 def test_other_images_are_refused(
@@ -194,6 +225,7 @@ def test_term_saves_and_exits_with_75(tiny_set: Path, tiny_config: Path, tmp_pat
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
+    assert state(run_dir) == ("running", None, 0)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 75
