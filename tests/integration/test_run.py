@@ -105,6 +105,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(
         )
         == 0
     )
+    assert [step for step, _ in list_checkpoints(run_dir / "checkpoints")] == [3, 6]
     (run_dir / "checkpoints" / "step_00000006.pt").write_bytes(b"torn")
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')

@@ -48,6 +48,7 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
     for ranks, steps in ((1, 4), (2, 3)):
         run_dir = tmp_path / f"run{ranks}"
         words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--log.every_steps", "2",
+                 "--log.tensorboard", "true",
                  "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--loss.iterations", "2",
                  "--loss.permutation_block", "16"]  # fmt: skip
         done = wmse(*words, "--max_steps", str(steps), ranks=ranks)
@@ -57,6 +58,7 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
     log = (tmp_path / "run2" / "log.txt").read_text()
     assert "shared by groups of 2 neighbouring ranks" in log
     assert "saved by 2 rank(s), going on with 1" in log
+    assert len(list((tmp_path / "run2" / "tensorboard").iterdir())) == 2  # one writer a start, not one a rank
     for one, two in zip(*lines, strict=True):
         assert (two["step"], two["lr"]) == (one["step"], one["lr"])
         for key in ("loss", "min_pivot", "effective_rank"):

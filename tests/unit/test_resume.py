@@ -1,0 +1,55 @@
+"""Which changes a run refuses to go on with. (Resuming itself: tests/integration/test_run.py.)"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_setup import run_of
+from trainer.config import flatten
+from trainer.data.plan import PLAN_VERSION
+from trainer.errors import InputError
+from trainer.resume import _check_same
+from trainer.setup import Run
+
+SHAPING = ("seed", "precision", "data.train_split", "data.images_per_step", "views.", "model.", "loss.", "optimizer.")
+FREE = ("views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend")
+
+
+@pytest.fixture
+def run(tiny_set: Path, tiny_config: Path) -> Run:
+    return run_of(tiny_set, tiny_config)
+
+
+def saved(run: Run) -> dict[str, Any]:
+    """What a checkpoint of `run` says of its settings."""
+    config = {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(run.config).items()}
+    data = {"fingerprint": run.index.fingerprint, "images": len(run.index)}
+    return {"config": config, "plan_version": PLAN_VERSION, "data": data}
+
+
+def test_each_setting_that_shapes_the_result_is_named_and_no_other(run: Run) -> None:
+    """Another value of every setting at once: the message lists just those that matter."""
+    content = saved(run)
+    _check_same(run, content)
+    content["config"] = dict.fromkeys(content["config"], "another")
+    with pytest.raises(InputError) as caught:
+        _check_same(run, content)
+    named = {
+        line.split(":")[0].removeprefix("  - ") for line in str(caught.value).splitlines() if line.startswith("  - ")
+    }
+    assert named == {key for key in content["config"] if key.startswith(SHAPING) and key not in FREE}
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"plan_version": -1}, "plan version: -1"),
+        ({"data": {"fingerprint": "x", "images": 9}}, "training images: 9 -> 48"),
+    ],
+)
+def test_another_plan_or_other_images(part: dict[str, Any], message: str, run: Run) -> None:
+    with pytest.raises(InputError, match=message):
+        _check_same(run, saved(run) | part)
+    _check_same(replace(run, config=replace(run.config, allow_changes=True)), saved(run) | part)
