@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.conftest import ROOT
 from trainer.checkpoint import (
     choose_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    load_encoder,
     load_newest,
+    model_state,
     plain_names,
     save_checkpoint,
 )
@@ -107,3 +110,14 @@ def test_choosing_one(tmp_path: Path) -> None:
         choose_checkpoint(tmp_path, "4")
     with pytest.raises(InputError, match="no checkpoint"):
         load_checkpoint(choose_checkpoint(tmp_path, str(tmp_path / "gone.pt")))
+
+
+def test_an_encoder_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    given, same, other = (nn.ModuleDict({"encoder": nn.Linear(3, k), "projector": nn.Linear(k, 2)}) for k in (4, 4, 5))
+    path = save_checkpoint(tmp_path, {"step": 1, "model": model_state(given)}, 1)
+    projector = same["projector"].weight.detach().clone()
+    load_encoder(same, path)
+    assert torch.equal(same["encoder"].weight, given["encoder"].weight)
+    assert torch.equal(same["projector"].weight, projector)
+    with pytest.raises(InputError, match=r"2 tensors differ, first encoder\.bias, encoder\.weight"):
+        load_encoder(other, path)
