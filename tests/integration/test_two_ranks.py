@@ -41,6 +41,14 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
     assert two["flags"].tolist() == ["fails" in case, True, False]  # failed, stop as the last rank wished, save
 
 
+def test_a_line_is_of_all_ranks(results: tuple[Results, Results]) -> None:
+    """Mean loss, failed steps counted once, smallest pivot; a checkpoint holds a rank's share of the sums."""
+    one, two = (r["sums"] for r in results)
+    assert one["line"].tolist() == pytest.approx([1.0, 1.0, 1 / 2])
+    assert two["line"].tolist() == pytest.approx([1.5, 1.0, 1 / 3])
+    assert two["share"].tolist() == [1.5, 1.0, 1.0]  # loss, applied, failed
+
+
 def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
     """The command itself: one rank and two give the same loss lines, with BatchNorm over all ranks. The run of two ranks
     stops in the middle of a line, and one goes on with it."""

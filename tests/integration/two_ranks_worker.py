@@ -12,8 +12,9 @@ import torch
 from trainer.config import LossConfig, ModelConfig, ViewsConfig
 from trainer.data.plan import Rows, slice_permutations
 from trainer.distributed import find_ranks, make_slice_group, own_rows, process_group, slice_group_size, wrap_model
+from trainer.metrics import LossSums
 from trainer.model import Model
-from trainer.step import TrainStep
+from trainer.step import StepResult, TrainStep
 
 IMAGES, K = 32, 4
 MODEL = ModelConfig("test_resnet", stem="half", zero_init_last=False, projector="mlp", projector_hidden=(12,),
@@ -70,10 +71,22 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     return {"loss": loss / ranks.world_size, **agreed, **gradients, **statistics}
 
 
+def run_sums() -> dict[str, torch.Tensor]:
+    """What is logged of a step with loss 1 on the first rank, 2 on the second, and smallest pivot 1/2, 1/3; then one failed."""
+    ranks, sums = find_ranks(), LossSums(torch.device("cpu"))
+    own = torch.tensor(ranks.rank + 1.0)
+    for failed in (False, True):
+        flags = torch.tensor([failed, False, False])
+        sums.add(StepResult(own, torch.empty(0), 1 / (own + 1), flags[0], flags))
+    share = sums.state(ranks)["sums"]
+    return {"share": share, "line": sums.take(torch.randn(8, 3), ranks)[:3]}
+
+
 def main() -> None:
     ranks = find_ranks()
     with process_group(ranks, torch.device("cpu"), 1.0):
         results = {name: run_case(name) for name in CASES}
+        results["sums"] = run_sums()
         if ranks.is_first:
             torch.save(results, sys.argv[1])
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT
+from trainer.batch_norm import BatchNormStatistics
 from trainer.checkpoint import (
     choose_checkpoint,
     list_checkpoints,
@@ -92,6 +93,23 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="can't read checkpoint"):
         load_checkpoint(tmp_path / "step_00000001.pt")
     assert not (tmp_path / "pwned").exists()
+
+
+def test_another_program_s_file_is_refused(tmp_path: Path) -> None:
+    for content in ({"model": {}}, {"format": 0, "model": {}}, {"format": 1}, [1]):
+        torch.save(content, tmp_path / "other.pt")
+        with pytest.raises(InputError, match="no checkpoint of this program"):
+            load_checkpoint(tmp_path / "other.pt")
+
+
+def test_saved_tensors_share_nothing() -> None:
+    """BatchNorm's statistics are views of one tensor in a run; a file with such is refused by safetensors, for one."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    BatchNormStatistics(model)
+    tensors = [*model_state(model).values(), *model.state_dict().values()]
+    own = {value.untyped_storage().data_ptr() for value in tensors[: len(tensors) // 2]}
+    assert len(own) == len(tensors) // 2
+    assert own.isdisjoint(value.untyped_storage().data_ptr() for value in tensors[len(tensors) // 2 :])
 
 
 def test_prefixes_of_ddp_and_compile_are_taken_off() -> None:
