@@ -54,13 +54,7 @@ def load_config(path: Path | None, overrides: Iterable[str]) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """The resolved settings as YAML that `load_config` reads."""
-    write_text(path, yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    write_text(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
 
 
 def _yaml_words(path: Path, problems: list[str]) -> list[str]:

@@ -23,11 +23,14 @@ def problems(text: str, tmp_path: Path, *overrides: str) -> str:
 
 def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     config = load(
-        "optimizer: {learning_rate: 1e-3, weight_decay: 1E-6, warmup_epochs: 10}\nloss: {eps: .5e-3}", tmp_path
+        "optimizer: {learning_rate: 1e-3, weight_decay: 1E-6, warmup_epochs: 10}\nloss: {eps: .5e-3}\n"
+        "views: {crop_area: [2e-1, 1]}",
+        tmp_path,
     )
     assert config.optimizer.learning_rate == 1e-3
     assert config.optimizer.weight_decay == 1e-6
     assert config.loss.eps == 5e-4
+    assert config.views.crop_area == (0.2, 1.0)
 
 
 def test_overrides_win_wherever_they_stand(tmp_path: Path) -> None:
@@ -79,6 +82,12 @@ def test_broken_yaml_is_one_message(text: str, tmp_path: Path) -> None:
         load_config(tmp_path / "config.yaml", [])
 
 
+def test_a_word_without_its_value(tmp_path: Path) -> None:
+    message = problems("", tmp_path, "--seed", "--loss.eps", "0.1", "--views.hue")
+    assert "--seed has no value" in message
+    assert "--views.hue has no value" in message
+
+
 def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
     assert "can't read config" in problems("seed: !!python/object/apply:os.getcwd []", tmp_path)
 
@@ -89,7 +98,8 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
         ("loss: {slice_size: 128}", "loss.slice_size is 128 with model.embedding_size 128"),
         ("data: {images_per_step: 1000}", "take 768 or 1024"),
         ("data: {images_per_step: 100}", "take 256"),
-        ("loss: {iterations: 2, permutation_block: 300}", "loss.permutation_block is 300"),
+        ("loss: {iterations: 2, permutation_block: 128}", "loss.permutation_block is 128"),  # half a slice
+        ("loss: {iterations: 2, permutation_block: 768}", "loss.permutation_block is 768"),  # 1024 images
         ("views: {num_views: 1}", "views.num_views is 1: it must be at least 2"),
         ("views: {hue: 0.6}", "views.hue is 0.6: it must be at most 0.5"),
         ("views: {crop_area: [0.5, 0.2]}", "the smaller first"),
@@ -98,11 +108,13 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
         ("views: {test_resize: 100}", "views.test_resize is 100"),
         ("views: {std: [1, 1, 0]}", "above 0"),
         ("optimizer: {warmup_epochs: 1, warmup_steps: 5}", "give one"),
-        ("optimizer: {warmup_epochs: 200}", "longer than optimizer.epochs"),
-        ("optimizer: {schedule: drops, epochs: 40}", "falling numbers below"),
+        ("optimizer: {warmup_epochs: 100.5}", "longer than optimizer.epochs"),
+        ("optimizer: {schedule: drops, epochs: 50}", "falling numbers below"),
         ("optimizer: {learning_rate: .nan}", "give a finite number"),
-        ("model: {projector_hidden: [0]}", "at least 1"),
+        ("optimizer: {learning_rate: .inf}", "give a finite number"),
+        ("model: {projector_hidden: [0, 8]}", "at least 1"),
         ("seed: -1", "seed is -1"),
+        ("seed:", "seed has no value"),
     ],
 )
 def test_impossible_settings_are_named(text: str, expected: str, tmp_path: Path) -> None:

@@ -62,9 +62,17 @@ def test_late_hands_out_in_order_and_only_what_is_due() -> None:
 
 def test_values_are_those_at_the_time() -> None:
     late, values = Late(0), torch.tensor([1.0])
-    late.put("then", values.clone())
+    late.put("then", values)
     values.fill_(2.0)
     assert late.take() == [("then", [1.0])]
+
+
+def test_a_line_is_there_at_once(tmp_path: Path) -> None:
+    """A run that is killed has left all of its lines."""
+    writer = MetricsWriter(tmp_path, 0, 10, tensorboard=False)
+    writer.write(line(1), [1.0, 0, 0.5, 3.0])
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+    writer.close()
 
 
 def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
