@@ -111,7 +111,9 @@ def test_killed_run_goes_on_from_its_last_checkpoint(
         file.write('{"step": 8, "lo')
     assert pretrain(tiny_config, tiny_set, run_dir, "--log.every_steps", "2", "--checkpoint.every_steps", "3") == 0
     assert metrics(run_dir) == metrics(whole_run)
-    assert "step_00000006.pt" in (run_dir / "log.txt").read_text()
+    log = (run_dir / "log.txt").read_text()
+    assert "step_00000006.pt: it is cut off" in log
+    assert log.count(" commit ") == 2  # each start adds its lines
 
 
 def test_saves_by_time(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:

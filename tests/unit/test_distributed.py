@@ -1,11 +1,22 @@
 """Who this process is, and how ranks share a step. (Two real ranks: tests/integration/test_two_ranks.py.)"""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainer.config import Config
 from trainer.device import autocast_dtype
-from trainer.distributed import Ranks, find_ranks, own_rows, process_group, slice_group_size
+from trainer.distributed import (
+    Ranks,
+    find_ranks,
+    make_slice_group,
+    one_rank_a_node_first,
+    own_rows,
+    process_group,
+    slice_group_size,
+)
 from trainer.errors import InputError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID",
@@ -47,10 +58,42 @@ def test_several_ranks_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def test_the_group_waits_as_long_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.update(options, backend=backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.update(destroyed=True))
+    with pytest.raises(RuntimeError, match="inside"), process_group(Ranks(1, 2, 1), torch.device("cpu"), 3):
+        raise RuntimeError("inside")
+    assert (seen["backend"], seen["rank"], seen["world_size"]) == ("gloo", 1, 2)
+    assert seen["timeout"] == timedelta(minutes=3)
+    assert seen["destroyed"]
+
+
+def test_only_one_rank_of_all_is_the_first() -> None:
+    assert [Ranks(rank, 4, rank % 2).is_first for rank in range(4)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [(Ranks(), ["work"]), (Ranks(2, 4, 0), ["work", "barrier"]), (Ranks(3, 4, 1), ["barrier", "work"])],
+)
+def test_one_rank_a_node_works_before_the_others(
+    ranks: Ranks, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(dist, "barrier", lambda: order.append("barrier"))
+    one_rank_a_node_first(ranks, lambda: order.append("work") or "done")
+    assert order == expected
+
+
 def test_rows_are_consecutive_and_even() -> None:
     assert [own_rows(Ranks(r, 4), 64).first for r in range(4)] == [0, 16, 32, 48]
     with pytest.raises(InputError, match="take 63"):
         own_rows(Ranks(0, 3), 64)
+    with pytest.raises(InputError, match="take 8"):
+        own_rows(Ranks(0, 8), 1)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +107,15 @@ def test_slice_groups_are_as_small_as_they_can_be(images: int, world: int, toget
 def test_groups_that_do_not_fit_the_ranks() -> None:
     with pytest.raises(InputError, match=r"6 ranks of 64 images.*256.*multiple of 4"):
         slice_group_size(64, 6, 256)
+
+
+def test_slice_groups_are_neighbours_and_made_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[int]] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks: made.append(ranks) or ranks)
+    found = [make_slice_group(2, Ranks(rank, 6)) for rank in range(6)]
+    assert found == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    assert made == [[0, 1], [2, 3], [4, 5]] * 6
+    assert make_slice_group(1, Ranks(3, 6)) is None
 
 
 def test_precision_by_name() -> None:

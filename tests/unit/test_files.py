@@ -1,5 +1,6 @@
 """Files appear whole or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         fail_half_way()
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash of the machine could leave an empty file under the name."""
+    order: list[str] = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (order.append(name), real(*a)))
+    write_text(tmp_path / "c", "data")
+    assert order == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o644
 
 
 def test_it_is_not_there_before_it_is_complete(tmp_path: Path) -> None:

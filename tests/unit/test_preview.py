@@ -1,0 +1,46 @@
+"""The picture shows the pipeline's views beside their images."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.conftest import write_images
+from trainer.config_load import load_config
+from trainer.preview import write_preview
+
+SIDE, CELL = 32, 100  # 32 px enlarged three times, with a gap of 2 around
+WHOLE = ("--views.crop_area", "[1, 1]", "--views.crop_ratio", "[1, 1]", "--views.flip_probability", "0",
+         "--views.color_probability", "0", "--views.gray_probability", "0", "--views.num_views", "3",
+         "--views.mean", "[0.4, 0.5, 0.6]", "--views.std", "[0.2, 0.3, 0.4]")  # fmt: skip
+
+
+@pytest.fixture
+def squares(tmp_path: Path) -> Path:
+    write_images(tmp_path / "set" / "train" / "cats", 16, seed=1, size=(SIDE, SIDE))
+    return tmp_path / "set"
+
+
+def cells(config_file: Path, data: Path, *more: str, step: int = 0) -> NDArray[np.float64]:
+    """(4 images, 1 + views, S, S, 3), enlarging and gaps undone."""
+    out = data.parent / "out" / "grid.png"
+    write_preview(load_config(config_file, ["--data.root", str(data), *more]), 4, out, step)
+    grid = np.asarray(Image.open(out), dtype=np.float64)
+    rows = [np.split(row, grid.shape[1] // CELL, axis=1) for row in np.split(grid, 4)]
+    return np.array(rows)[:, :, 2:-2:3, 2:-2:3]
+
+
+def test_whole_views_are_the_images_they_stand_beside(tiny_config: Path, squares: Path) -> None:
+    shown = cells(tiny_config, squares, *WHOLE)
+    assert shown.shape == (4, 4, SIDE, SIDE, 3)
+    assert np.abs(shown[:, 1:] - shown[:, :1]).mean(axis=(2, 3, 4)).max() < 2  # of 255
+    assert np.abs(shown[0] - shown[1]).mean() > 20
+
+
+def test_seed_and_step_decide_what_is_shown(tiny_config: Path, squares: Path) -> None:
+    first = cells(tiny_config, squares)
+    assert np.array_equal(first, cells(tiny_config, squares))
+    for other in (cells(tiny_config, squares, "--seed", "1"), cells(tiny_config, squares, step=1)):
+        assert np.abs(first - other).mean() > 20
