@@ -39,7 +39,7 @@ def main() -> int:
     pixels = _measure("knn", run_dir, "pixels")
     report = _report(trained, random, pixels) | {"seed": own.seed, "seconds": round(time.time() - began, 1)}
     write_text(run_dir / "report.json", json.dumps(report, indent=1) + "\n")
-    _wmse("preview", "--config", str(run_dir / "config.yaml"), "--out", str(run_dir / "views.png"))
+    _wmse("preview", "--config", str(run_dir / "config.yaml"), "--out", str(run_dir / "views.png"), "--images", "5")
     picture = _draw(run_dir, report)
     _print(report, picture)
     return 0
