@@ -17,6 +17,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
+_all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)  # renamed in torch 2.14
+
+
 class ViewBatchNorm(nn.Module):
     """Takes over the parameters, buffers and options of a BatchNorm; their names in state_dict() stay the same."""
 
@@ -92,7 +95,7 @@ class _GatherRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: Any) -> Tensor:
         ctx.group_name = group_name
-        return funcol.all_gather_tensor(x[None].contiguous(), 0, group_name)
+        return _all_gather(x[None].contiguous(), 0, group_name)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
