@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-
 _all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)  # renamed in torch 2.14
 
 
