@@ -61,43 +61,43 @@ def train(run: Run, stop: StopRequest) -> int:
     clock, saves = _Clock(run, first_step), _SaveTimes(run)
     stopping = False
 
-    # --- steps ---
-    loader = run.loader(first_step)
-    for batch in loader:
-        rate = run.schedule.learning_rate(batch.step)
-        result = run.step(
-            batch.views,
-            run.permutations(batch.step),
-            rate,
-            stop=stop.asked,
-            save=ranks.is_first and saves.minutes_due(),
-        )
-        sums.add(result)
-        step = batch.step + 1
+    try:
+        # --- steps ---
+        loader = run.loader(first_step)
+        for batch in loader:
+            rate = run.schedule.learning_rate(batch.step)
+            result = run.step(
+                batch.views,
+                run.permutations(batch.step),
+                rate,
+                stop=stop.asked,
+                save=ranks.is_first and saves.minutes_due(),
+            )
+            sums.add(result)
+            step = batch.step + 1
 
-        # --- what the device says, two steps late ---
-        clock.waited(batch.wait_seconds)
-        flags.put(batch.step, result.flags)
-        if step % log_every == 0 or step == run.schedule.total_steps:
-            lines.put(clock.line(step, rate, len(loader.bad.ids)), sums.take(result.embeddings, ranks))
-        save_now = saves.steps_due(step)
-        for failed_step, (failed, stop_asked, save_asked) in flags.take():
-            failures.count(failed_step, bool(failed))
-            stopping |= bool(stop_asked)
-            save_now |= bool(save_asked)
-        _write(writer, lines.take())
+            # --- what the device says, two steps late ---
+            clock.waited(batch.wait_seconds)
+            flags.put(batch.step, result.flags)
+            if step % log_every == 0 or step == run.schedule.total_steps:
+                lines.put(clock.line(step, rate, len(loader.bad.ids)), sums.take(result.embeddings, ranks))
+            save_now = saves.steps_due(step)
+            for failed_step, (failed, stop_asked, save_asked) in flags.take():
+                failures.count(failed_step, bool(failed))
+                stopping |= bool(stop_asked)
+                save_now |= bool(save_asked)
+            _write(writer, lines.take())
 
-        # --- save, stop ---
-        if save_now or stopping or step == run.end_step:
-            _write(writer, lines.take(everything=True))  # a resume after this step writes none of them again
-            save(run, step, sums)
-            saves.done()
-        if stopping:
-            break
-
-    # --- the end ---
-    if writer:
-        writer.close()
+            # --- save, stop ---
+            if save_now or stopping or step == run.end_step:
+                _write(writer, lines.take(everything=True))  # a resume after this step writes none of them again
+                save(run, step, sums)
+                saves.done()
+            if stopping:
+                break
+    finally:
+        if writer:
+            writer.close()
     return _finish(run, step, preempted=stopping and step < run.end_step)
 
 
