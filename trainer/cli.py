@@ -91,6 +91,8 @@ def pretrain(words: Words) -> int:
     from trainer.config_load import load_config
 
     config = load_config(own.config, settings)
+    if own.ranks is not None and own.ranks < 1:
+        raise InputError(f"--ranks is {own.ranks}: give at least 1")
     if own.dry_run:
         from trainer.describe import dry_run
 

@@ -66,7 +66,7 @@ def _yaml_words(path: Path, problems: list[str]) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"can't read config {path}: {' '.join(str(error).split())}") from error
     if tree is None:
-        return []
+        raise InputError(f"config {path} is empty: it must hold settings; configs/ has one for each recipe")
     if not isinstance(tree, dict):
         raise InputError(f"config {path} must be a mapping of settings, it is a {type(tree).__name__}")
     return list(_words_of(tree, "", problems))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -55,9 +56,10 @@ def _move_aside(run_dir: Path) -> None:
 def _wmse(*words: str, capture: bool = False) -> str:
     """A command of ours; its failure ends the demo with its exit code."""
     print(f"\n$ wmse {' '.join(words)}", file=sys.stderr, flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", *words], stdout=subprocess.PIPE if capture else None, text=True
-    )
+    # one thread: operations this small gain little from more, and on a busy machine lose a lot (docs/performance.md)
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    command = [sys.executable, "-m", "trainer", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True, env=env)
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout or ""

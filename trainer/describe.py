@@ -51,7 +51,7 @@ def describe_run(run: Run) -> None:
 def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
     """The numbers that follow from the settings, the set and the number of ranks. Raises InputError where they don't fit."""
     images = config.data.images_per_step
-    per_rank = own_rows(Ranks(0, world_size), images).count
+    per_rank = own_rows(Ranks(0, world_size), images, rows_together(config)).count
     group = slice_group_size(per_rank, world_size, rows_together(config))
     steps_per_epoch = num_images // images
     s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views

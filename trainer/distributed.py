@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -70,10 +71,12 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
         dist.destroy_process_group()
 
 
-def own_rows(ranks: Ranks, images_per_step: int) -> Rows:
-    """The consecutive images of a step that this rank holds. Raises InputError where they do not divide."""
+def own_rows(ranks: Ranks, images_per_step: int, rows_together: int = 1) -> Rows:
+    """The consecutive images of a step that this rank holds. Raises InputError where they do not divide, naming the nearest
+    number that does and is a multiple of `rows_together`."""
     if images_per_step % ranks.world_size:
-        near = round(images_per_step / ranks.world_size) * ranks.world_size or ranks.world_size
+        unit = math.lcm(ranks.world_size, rows_together)
+        near = max(round(images_per_step / unit), 1) * unit
         raise InputError(
             f"data.images_per_step is {images_per_step}, which {ranks.world_size} ranks can't share evenly: take {near}"
         )
@@ -106,10 +109,16 @@ def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Modul
     """DDP: gradients are averaged over ranks. BatchNorm's buffers are not broadcast: checkpoints hold the first rank's."""
     if ranks.world_size == 1:
         return model
+    names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    leave_buffers: dict[str, Any] = {
+        "forward_sync_buffers"
+        if "forward_sync_buffers" in names
+        else "broadcast_buffers": False  # renamed in torch 2.14
+    }
     return nn.parallel.DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,
+        **leave_buffers,
         gradient_as_bucket_view=True,
         static_graph=True,
     )

@@ -86,7 +86,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     if config.loss.backend not in ("auto", *BACKENDS):
         raise InputError(f"loss.backend is {config.loss.backend!r}: there are auto, {', '.join(BACKENDS)}")
     index = open_shared_index(config, ranks)
-    rows = own_rows(ranks, config.data.images_per_step)
+    rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
     planner = Planner(
         config.views,
         seed=config.seed,
@@ -133,11 +133,11 @@ def open_shared_index(config: Config, ranks: Ranks) -> Index:
     if not config.data.root:
         raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
     index = one_rank_a_node_first(ranks, lambda: open_index(root, split, progress=ranks.is_first))
-    check_set_size(config, len(index))
+    check_set_size(config, len(index), say=ranks.is_first)
     return index
 
 
-def check_set_size(config: Config, num_images: int) -> None:
+def check_set_size(config: Config, num_images: int, *, say: bool = True) -> None:
     """Raises InputError for a set smaller than one step; says where it is not the set the recipe counts on."""
     if num_images < config.data.images_per_step:
         raise InputError(
@@ -145,7 +145,7 @@ def check_set_size(config: Config, num_images: int) -> None:
             f"data.images_per_step {config.data.images_per_step}: use a larger set or smaller steps"
         )
     expected = config.data.expected_images
-    if expected and expected != num_images:
+    if say and expected and expected != num_images:
         _log.warning("the recipe counts on %d training images, this set has %d", expected, num_images)
 
 

@@ -72,10 +72,10 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_abbreviations_are_refused(tmp_path: Path) -> None:
-    assert "unknown setting optimizer.learning" in problems("", tmp_path, "--optimizer.learning", "1")
+    assert "unknown setting optimizer.learning" in problems("seed: 0", tmp_path, "--optimizer.learning", "1")
 
 
-@pytest.mark.parametrize("text", ["a: [", "[1, 2]", "\xff"])
+@pytest.mark.parametrize("text", ["", "# nothing", "a: [", "[1, 2]", "\xff"])
 def test_broken_yaml_is_one_message(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(text.encode("latin1"))
     with pytest.raises(InputError, match="config"):
@@ -83,7 +83,7 @@ def test_broken_yaml_is_one_message(text: str, tmp_path: Path) -> None:
 
 
 def test_a_word_without_its_value(tmp_path: Path) -> None:
-    message = problems("", tmp_path, "--seed", "--loss.eps", "0.1", "--views.hue")
+    message = problems("seed: 0", tmp_path, "--seed", "--loss.eps", "0.1", "--views.hue")
     assert "--seed has no value" in message
     assert "--views.hue has no value" in message
 

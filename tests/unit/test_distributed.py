@@ -92,6 +92,8 @@ def test_rows_are_consecutive_and_even() -> None:
     assert [own_rows(Ranks(r, 4), 64).first for r in range(4)] == [0, 16, 32, 48]
     with pytest.raises(InputError, match="take 63"):
         own_rows(Ranks(0, 3), 64)
+    with pytest.raises(InputError, match="take 3584"):  # whole slices of 256 as well
+        own_rows(Ranks(0, 7), 4096, 256)
     with pytest.raises(InputError, match="take 8"):
         own_rows(Ranks(0, 8), 1)
 

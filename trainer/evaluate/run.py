@@ -100,10 +100,10 @@ def _linear(train: Features, test: Features, place: Place) -> dict[str, Any]:
     raw = linear_probe(train, test, c, place.device, seed)
     standardised = linear_probe(*standardise(train, test), c, place.device, seed)
     return {
-        "top1": raw.top1,
-        "top5": raw.top5,
-        "standardised_top1": standardised.top1,
-        "standardised_top5": standardised.top5,
+        "top1": round(raw.top1, 4),
+        "top5": round(raw.top5, 4),
+        "standardised_top1": round(standardised.top1, 4),
+        "standardised_top5": round(standardised.top5, 4),
         "protocol": f"Adam, {c.probe_epochs} epochs, batch {c.probe_batch_size}, rate {c.probe_rate_start:g} to "
         f"{c.probe_rate_end:g}, weight decay {c.probe_weight_decay:g}, no augmentation, last epoch",
     }
@@ -113,7 +113,7 @@ def _knn(train: Features, test: Features, place: Place) -> dict[str, Any]:
     k = place.config.evaluate.knn_k
     top1 = knn_top1(train, test, k, place.device)
     return {
-        "top1": top1,
+        "top1": round(top1, 4),
         "k": k,
         "metric": "Euclidean, features as they are",
         "vote": "majority, ties to the smallest label",

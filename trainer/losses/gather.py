@@ -9,6 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from trainer.errors import InputError
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.14
+
 
 def gather_rows(v: Tensor, num_views: int, group: dist.ProcessGroup | None) -> Tensor:
     """Join the rows of all ranks of a slice group, so that each view holds the ranks' images in group-rank order.
@@ -35,7 +37,7 @@ class _GatherRows(torch.autograd.Function):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         ctx.num_views, ctx.ranks, ctx.rank = num_views, ranks, rank
         by_rank = v.new_empty(ranks, num_views, v.shape[0] // num_views, v.shape[1])
-        dist.all_gather_into_tensor(by_rank.view(-1, v.shape[1]), v.contiguous(), group=group)
+        _all_gather(by_rank.view(-1, v.shape[1]), v.contiguous(), group=group)
         return by_rank.transpose(0, 1).reshape(-1, v.shape[1])
 
     @staticmethod
