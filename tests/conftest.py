@@ -3,7 +3,9 @@
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, before torch is loaded
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small operations: more threads only wait for each other on a busy machine
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # small operations: more threads only wait for each other on a busy machine
 
 from pathlib import Path
 
