@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trainer
-from trainer.errors import InputError
+from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
 
 Words = Sequence[str]
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(words: Words | None = None) -> int:

@@ -1,4 +1,6 @@
-"""The one exception for what the user can put right."""
+"""The one exception for what the user can put right, and the exit codes of the commands."""
+
+DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
 class InputError(ValueError):

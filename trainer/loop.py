@@ -14,14 +14,13 @@ from trainer.config_load import save_config
 from trainer.describe import describe_run
 from trainer.device import choose_device
 from trainer.distributed import find_ranks, process_group
-from trainer.errors import InputError
+from trainer.errors import BAD_INPUT, DONE, FAILED, PREEMPTED, InputError
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
 from trainer.run_folder import open_run_folder, start_logging, write_state
 from trainer.setup import Run, set_up
 from trainer.signals import StopRequest, stop_on_signals
 
-DONE, FAILED, BAD_INPUT, PREEMPTED = 0, 1, 2, 75
 _HOST_DELAY = 2  # steps after which the host reads what a step left on the device
 _log = logging.getLogger(__name__)
 

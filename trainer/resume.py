@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from trainer.checkpoint import load_newest, model_state, save_checkpoint
-from trainer.config import flatten
+from trainer.config import Config, flatten
 from trainer.data.plan import PLAN_VERSION
 from trainer.errors import InputError
 from trainer.metrics import LossSums
@@ -31,7 +31,7 @@ def save(run: Run, step: int, sums: LossSums) -> None:
         "step": step,
         "model": model_state(run.model),
         "optimizer": run.optimizer.state_dict(),
-        "config": {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(run.config).items()},
+        "config": _settings(run.config),
         "plan_version": PLAN_VERSION,
         "data": {"fingerprint": run.index.fingerprint, "images": len(run.index)},
         "world_size": run.ranks.world_size,
@@ -58,8 +58,13 @@ def resume(run: Run, sums: LossSums) -> int:
     return int(content["step"])
 
 
+def _settings(config: Config) -> dict[str, Any]:
+    """All settings by dotted name, as a checkpoint holds them: a safe load gives lists, not tuples."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}
+
+
 def _check_same(run: Run, content: dict[str, Any]) -> None:
-    now = {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(run.config).items()}
+    now = _settings(run.config)
     then = content["config"]
     changed = [
         f"{key}: {then.get(key, 'not set')} -> {value}"
