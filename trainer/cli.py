@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import trainer
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
@@ -189,27 +190,66 @@ def check_data(words: Words) -> int:
 
 
 def bench(words: Words) -> int:
-    """Measure: loss (whitening backends) or loader (views a second). JSON on the last line."""
+    """Measure: loss (implementations of W-MSE) or loader (views a second). JSON on the last line."""
     parser = _parser(bench)
     parser.add_argument("kind", choices=("loss", "loader"))
     parser.add_argument("--config", type=Path, metavar="FILE", help="the experiment, YAML (loader)")
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="time to measure for (default 20)")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, metavar="S", help="time to measure for, in all (default 20)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file, too")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="d,N,M,k,it",
+        help="loss: views, images, slice size, embedding size, iterations of each measurement (default: the recipes')",
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="loss: the whitening alone over numbers, rows and sizes of slices"
+    )
     own, settings = _parse_with_settings(parser, words)
-    if own.kind == "loss":
-        import torch
+    if own.seconds <= 0:
+        raise InputError(f"--seconds is {own.seconds}: give a time above 0")
+    if own.out is not None and not own.out.parent.is_dir():
+        raise InputError(f"--out {own.out}: there is no folder {own.out.parent}; make it first")
+    result = (_bench_loss if own.kind == "loss" else _bench_loader)(own, settings)
+    text = json.dumps(result)
+    if own.out is not None:
+        from trainer.files import write_text
 
-        from trainer.bench_loss import bench_loss
-
-        result = bench_loss(None, "cuda" if torch.cuda.is_available() else "cpu", own.seconds)
-    else:
-        from trainer.bench_loader import bench_loader
-        from trainer.config_load import load_config
-
-        if own.config is None:
-            raise InputError("wmse bench loader needs --config FILE")
-        result = bench_loader(load_config(own.config, settings), own.seconds)
-    print(json.dumps(result))
+        write_text(own.out, text + "\n")
+    print(text)
     return DONE
+
+
+def _bench_loss(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
+    if settings or own.config is not None:
+        ignored = " ".join(["--config"] * (own.config is not None) + settings)
+        raise InputError(f"wmse bench loss has no use for {ignored}: name sizes with --shapes d,N,M,k,it")
+    if own.sweep and own.shapes:
+        raise InputError("--sweep measures lines of its own: give it or --shapes")
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if own.sweep:
+        from trainer.bench_sweep import bench_sweep
+
+        return bench_sweep(device, own.seconds)
+    from trainer.bench_loss import bench_loss
+    from trainer.bench_shapes import parse_shapes
+
+    return bench_loss(parse_shapes(own.shapes or []), device, own.seconds)
+
+
+def _bench_loader(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
+    from trainer.bench_loader import bench_loader
+    from trainer.config_load import load_config
+
+    if own.config is None:
+        raise InputError("wmse bench loader needs --config FILE")
+    if own.sweep or own.shapes:
+        raise InputError("--shapes and --sweep are for wmse bench loss")
+    return bench_loader(load_config(own.config, settings), own.seconds)
 
 
 COMMANDS: dict[str, Callable[[Words], int]] = {

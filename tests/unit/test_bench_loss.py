@@ -1,16 +1,33 @@
-"""The loss benchmark: what it compares computes the same, and its figures are complete."""
+"""The loss benchmark: what it compares computes the same, its figures are complete, and nothing goes missing silently."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.whitening import BACKENDS
-from trainer.bench_loss import MODES, LossShape, bench_loss, loop_loss
+from kernels import whitening
+from trainer import bench_floor
+from trainer.bench_backends import runnable_backends
+from trainer.bench_cost import MEANING
+from trainer.bench_loss import MODES, bench_loss
+from trainer.bench_loss_loop import loop_loss
+from trainer.bench_shapes import RECIPE_SHAPES, LossShape, parse_shapes
+from trainer.cli import main
+from trainer.errors import InputError
 from trainer.losses.wmse import draw_permutations, wmse_loss
 
+CPU = torch.device("cpu")
 
-def test_the_loop_computes_the_same_loss_and_gradient():
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and copies of a quarter of a gigabyte take longer than all else here."""
+    monkeypatch.setattr(bench_floor, "PRODUCT_SHAPES", ((2, 8, 4),))
+    monkeypatch.setattr(bench_floor, "COPY_BYTES", (2**12,))
+
+
+def test_the_loop_computes_the_same_loss_and_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(3 * 32, 8, dtype=torch.float64, generator=generator, requires_grad=True)
     permutations = draw_permutations(2, 32, v.device, generator)
@@ -20,7 +37,7 @@ def test_the_loop_computes_the_same_loss_and_gradient():
     torch.testing.assert_close(torch.autograd.grad(loop, v), torch.autograd.grad(batched, v))
 
 
-def test_figures_are_complete_plain_and_consistent(capsys):
+def test_figures_are_complete_plain_and_consistent(capsys: pytest.CaptureFixture[str]) -> None:
     result = bench_loss([LossShape(2, 16, 8, 4, 1), LossShape(3, 8, 8, 4, 2)], device="cpu", seconds=0.1)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -28,14 +45,86 @@ def test_figures_are_complete_plain_and_consistent(capsys):
     assert json.loads(json.dumps(result)) == result
     assert result["versions"]["torch"] == torch.__version__
     assert [entry["shape"]["num_views"] for entry in result["results"]] == [2, 3]
+    names = {"loop", *runnable_backends(CPU)[0]}
     for entry in result["results"]:
-        figures = entry["figures"]
-        assert set(figures) == {"loop", *BACKENDS}
-        for modes in figures.values():
-            assert set(modes) == set(MODES)
-            for mode, figure in modes.items():
-                assert 0 < figure["quartile_1"] <= figure["median"] <= figure["quartile_3"]
-                assert figure["windows"] >= 2
-                for base in ("loop", "reference"):
-                    ratio = figures[base][mode]["median"] / figure["median"]
-                    assert figure[f"speedup_over_{base}"] == pytest.approx(ratio)
+        assert set(entry["figures"]) == set(entry["costs"]) == names
+        for modes in entry["figures"].values():
+            check_figures(modes, entry["figures"])
+        for name, cost in entry["costs"].items():
+            assert set(cost) == set(MEANING) - {"launches"} | {"times_floor"}
+            assert min(cost.values()) > 0
+            both = entry["figures"][name]["forward_backward"]["median"]
+            assert cost["times_floor"] == pytest.approx(both / entry["floor"]["floor_us"])
+        assert entry["costs"]["loop"]["operators"] > entry["costs"]["torch"]["operators"]
+
+
+def check_figures(modes: dict, figures: dict) -> None:
+    """One implementation's times: in order, and its ratios those of the medians."""
+    assert set(modes) == set(MODES)
+    for mode, figure in modes.items():
+        assert 0 < figure["quartile_1"] <= figure["median"] <= figure["quartile_3"]
+        assert figure["windows"] >= 3
+        for base in ("loop", "reference"):
+            ratio = figures[base][mode]["median"] / figure["median"]
+            assert figure[f"speedup_over_{base}"] == pytest.approx(ratio)
+
+
+def test_what_cannot_run_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("slices of 8 rows are too few for it")
+
+    monkeypatch.setitem(whitening.BACKENDS, "picky", refuse)
+    monkeypatch.setitem(whitening.BACKENDS, "elsewhere", refuse)
+    monkeypatch.setattr(whitening, "backends_for", lambda device: ("reference", "torch", "picky"), raising=False)
+    result = bench_loss([LossShape(2, 16, 8, 4, 1)], device="cpu", seconds=0.01)
+    assert result["not_run"]["elsewhere"] == "does not run at full speed on a device of type cpu"
+    assert "triton" in result["not_run"]
+    (entry,) = result["results"]
+    assert entry["not_run"] == {"picky": "NotImplementedError: slices of 8 rows are too few for it"}
+    assert set(entry["figures"]) == {"loop", "reference", "torch"}
+    assert "not run: picky: NotImplementedError: slices of 8 rows" in capsys.readouterr().err
+    monkeypatch.setitem(whitening.BACKENDS, "reference", refuse)
+    with pytest.raises(NotImplementedError):
+        bench_loss([LossShape(2, 16, 8, 4, 1)], device="cpu", seconds=0.01)
+
+
+def test_shapes_are_read_and_wrong_ones_refused() -> None:
+    assert parse_shapes(["4,256,128,64,1", "2, 512,256,128,4"]) == [RECIPE_SHAPES[1], RECIPE_SHAPES[2]]
+    for word, problem in (
+        ("4,256,128,64", "whole numbers"),
+        ("4,256,128,64,x", "whole numbers"),
+        ("1,256,128,64,1", "2 views"),
+        ("4,256,64,64,1", "above embedding_size, best 128"),
+        ("4,200,128,64,1", "multiple of slice_size=128"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            parse_shapes([word])
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "loss.json"
+    assert main(["bench", "loss", "--shapes", "2,16,8,4,1", "--seconds", "0.01", "--out", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed == json.loads(out.read_text())
+    assert [entry["shape"]["slice_size"] for entry in printed["results"]] == [8]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["loss", "--shapes", "2,16"], "--shapes '2,16'"),
+        (["loss", "--sweep", "--shapes", "2,16,8,4,1"], "give it or --shapes"),
+        (["loss", "--shape", "2,16,8,4,1"], "no use for --shape 2,16,8,4,1"),
+        (["loss", "--config", "x.yaml"], "no use for --config"),
+        (["loss", "--seconds", "0"], "--seconds"),
+        (["loss", "--out", "no/such/folder/x.json"], "no folder no/such/folder"),
+        (["loader", "--config", "x.yaml", "--sweep"], "for wmse bench loss"),
+    ],
+)
+def test_words_without_an_effect_are_refused(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,47 @@
+"""Windows: long enough, in turns, and only what belongs under the clock."""
+
+import time
+
+import pytest
+import torch
+
+from trainer.bench_timing import MIN_WINDOWS, spread, take_turns, timed, timed_after
+
+CPU = torch.device("cpu")
+
+
+def test_windows_of_a_fast_function_have_many_calls_and_take_turns_with_a_slow_one() -> None:
+    seconds_a_call = {"fast": 0.0001, "slow": 0.02}
+    made: list[tuple[str, int]] = []
+
+    def window(name: str, calls: int) -> float:
+        made.append((name, calls))
+        return calls * seconds_a_call[name]
+
+    samples = take_turns({name: lambda calls, name=name: window(name, calls) for name in seconds_a_call}, seconds=0)
+    assert samples == {"fast": [pytest.approx(100)] * MIN_WINDOWS, "slow": [pytest.approx(20000)] * MIN_WINDOWS}
+    assert made == [("fast", 1), ("slow", 1)] * 2 + [("fast", 50), ("slow", 1)] * MIN_WINDOWS
+
+
+def test_rounds_go_on_until_the_time_is_up() -> None:
+    start = time.perf_counter()
+    samples = take_turns({"sleep": timed(lambda: time.sleep(0.006), CPU)}, seconds=0.1)
+    assert time.perf_counter() - start >= 0.1
+    assert len(samples["sleep"]) > MIN_WINDOWS
+
+
+def test_every_call_is_timed_but_not_what_prepares_it() -> None:
+    assert 0.02 <= timed(lambda: time.sleep(0.01), CPU)(2) < 0.2
+    prepared = iter(range(3))
+
+    def prepare() -> int:
+        time.sleep(0.1)
+        return next(prepared)
+
+    given = []
+    assert timed_after(prepare, given.append, CPU)(3) < 0.1
+    assert given == [0, 1, 2]
+
+
+def test_median_and_quartiles() -> None:
+    assert spread([4.0, 1.0, 3.0, 2.0, 5.0]) == {"median": 3, "quartile_1": 2, "quartile_3": 4, "windows": 5}
