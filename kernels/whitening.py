@@ -6,22 +6,16 @@ REFERENCE section 1 (Ermolov et al., ICML 2021, section 3.2 and appendix); kerne
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import whitening_reference, whitening_torch
+from kernels import whitening_reference
+from kernels.backends import BACKENDS, fastest_backend, why_not
+from kernels.operator import Whiten
 
 _logger = logging.getLogger(__name__)
-
-# A backend maps (x, eps), x float32 or float64 of shape (B, M, k), to (z, ok, min_pivot) as described below, and
-# guards its own precision (`kernels.precision`).
-BACKENDS: dict[str, Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]] = {
-    "reference": whitening_reference.whiten,
-    "torch": whitening_torch.whiten,
-}
 
 
 class WhiteningStatus(NamedTuple):
@@ -36,7 +30,7 @@ class WhiteningStatus(NamedTuple):
     min_pivot: Tensor
 
 
-def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto") -> Tensor:
+def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto", float64_factor: bool = False) -> Tensor:
     """Whiten each slice of x with the inverse Cholesky factor of its own covariance.
 
     x: (B, M, k) floating, M > k. Returns z (B, M, k), float64 if x is, else float32: z = (x - mean) @ inv(L).T with
@@ -44,32 +38,53 @@ def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto") -> Tensor:
     mean and factor included. A slice that is not ok (`WhiteningStatus`) gives z = 0 and passes a zero gradient, and
     leaves the others untouched. Never waits for the device. Autocast and TF32 settings have no effect.
 
-    eps: shrinkage in [0, 1); the paper uses 0. backend: "auto" or a key of BACKENDS.
-    Raises ValueError for a wrong shape, dtype, eps or backend.
+    eps: shrinkage in [0, 1); the paper uses 0.
+    backend: "auto" (the fastest by `kernels.backends`) or one of BACKENDS: "reference" is the definition, slice by slice,
+        "torch" batched torch.linalg, "triton" kernels for NVIDIA GPUs, k up to 512, float32.
+    float64_factor: mean, covariance, factor and z in float64, rounded to float32 afterwards; the gradient stays float32.
+        Not with "triton". For embeddings whose covariance has a condition number above 1e5.
+    Raises ValueError for a wrong shape, dtype, eps, or a backend that does not exist or cannot do it.
     """
-    return whiten_with_status(x, eps=eps, backend=backend)[0]
+    return whiten_with_status(x, eps=eps, backend=backend, float64_factor=float64_factor)[0]
 
 
-def whiten_with_status(x: Tensor, *, eps: float = 0.0, backend: str = "auto") -> tuple[Tensor, WhiteningStatus]:
+def whiten_with_status(
+    x: Tensor, *, eps: float = 0.0, backend: str = "auto", float64_factor: bool = False
+) -> tuple[Tensor, WhiteningStatus]:
     """As `whiten`, and also returns what became of each slice -> z (B, M, k), status."""
-    _check(x, eps, backend)
-    chosen = _automatic_backend() if backend == "auto" else backend
-    z, ok, min_pivot = BACKENDS[chosen](x if x.dtype == torch.float64 else x.float(), eps)
+    _check(x, eps)
+    x = x if x.dtype == torch.float64 else x.float()
+    in_float64 = float64_factor or x.dtype == torch.float64
+    backend = _choose(backend, x.device.type, *x.shape, in_float64)
+    if backend == "reference":
+        z, ok, min_pivot = whitening_reference.whiten(x, eps, float64_factor)
+    else:
+        z, ok, min_pivot = Whiten.apply(x, eps, float64_factor, backend)
     return z, WhiteningStatus(ok, min_pivot)
 
 
-@torch.compiler.assume_constant_result  # run by the compiler while it traces, since it cannot trace a log record
-def _automatic_backend() -> str:
-    _log_once("whitening: backend 'auto' takes 'torch'")
-    return "torch"
+@torch.compiler.assume_constant_result  # run by the compiler while it traces: it can trace neither records nor caches
+def _choose(backend: str, device_type: str, batch: int, num_rows: int, size: int, in_float64: bool) -> str:
+    return _chosen(backend, device_type, batch, num_rows, size, in_float64)
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    _logger.info(message)
+def _chosen(backend: str, device_type: str, batch: int, num_rows: int, size: int, in_float64: bool) -> str:
+    """The backend that is meant, once it is known to be able; "auto" is logged once for each size."""
+    if backend == "auto":
+        fastest = fastest_backend(device_type, batch, num_rows, size, in_float64)
+        sizes = f"{batch} slices of {num_rows} x {size} on {device_type}"
+        _logger.info("whitening: backend 'auto' takes %r for %s", fastest, sizes)
+        return fastest
+    if backend not in BACKENDS:
+        raise ValueError(f"no whitening backend {backend!r}; available: auto, {', '.join(BACKENDS)}")
+    reason = why_not(backend, device_type, size, in_float64)
+    if reason:
+        raise ValueError(f"whitening backend {backend!r} {reason}; use backend='auto' or 'torch'")
+    return backend
 
 
-def _check(x: Tensor, eps: float, backend: str) -> None:
+def _check(x: Tensor, eps: float) -> None:
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(f"whiten wants floating x of shape (slices, rows, columns), got {x.dtype} {tuple(x.shape)}")
     _, num_rows, size = x.shape
@@ -80,5 +95,3 @@ def _check(x: Tensor, eps: float, backend: str) -> None:
         )
     if not 0 <= eps < 1:
         raise ValueError(f"eps is the share of shrinkage and must lie in [0, 1), got {eps}")
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"no whitening backend {backend!r}; available: auto, {', '.join(BACKENDS)}")

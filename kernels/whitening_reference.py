@@ -9,19 +9,19 @@ from torch import Tensor
 from kernels.precision import full_float32
 
 
-def whiten(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def whiten(x: Tensor, eps: float, float64_factor: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Whiten every slice of x by its own rows.
 
     x: (B, M, k) float32 or float64 -> z (B, M, k), ok (B,) bool, min_pivot (B,) float; see `kernels.whitening`.
     The backward is torch's: it follows the autocast and TF32 settings under which `backward()` is called.
     """
     with full_float32(x.device):
-        slices = [_whiten_slice(rows, eps) for rows in x.unbind(0)]
+        slices = [_whiten_slice(rows.double() if float64_factor else rows, eps, x.dtype) for rows in x.unbind(0)]
         z, ok, min_pivot = (torch.stack(parts) for parts in zip(*slices, strict=True))
-    return z, ok, min_pivot
+    return z.to(x.dtype), ok, min_pivot.to(x.dtype)
 
 
-def _whiten_slice(rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _whiten_slice(rows: Tensor, eps: float, input_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, size = rows.shape
     mean = rows.mean(0)
     centred = rows - mean
@@ -32,26 +32,34 @@ def _whiten_slice(rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
             size, dtype=rows.dtype, device=rows.device
         )
     lower, info = torch.linalg.cholesky_ex(covariance)
-    ok, min_pivot = judge_factor(lower.detach(), covariance.detach(), mean.detach(), info)
+    pivots = lower.detach().diagonal().square()
+    ok, min_pivot = judge_factor(pivots, covariance.detach(), mean.detach(), info, input_dtype)
     z = torch.linalg.solve_triangular(lower, centred.T, upper=False).T
     if centred.requires_grad:  # behind a bad factor every gradient is NaN: this is the first place all of them pass
         centred.register_hook(lambda gradient: gradient if gradient is None else torch.where(ok, gradient, 0.0))
     return torch.where(ok, z, 0.0), ok, min_pivot
 
 
-def judge_factor(factor: Tensor, covariance: Tensor, mean: Tensor, info: Tensor) -> tuple[Tensor, Tensor]:
+def judge_factor(
+    pivots: Tensor, covariance: Tensor, mean: Tensor, info: Tensor, input_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Whether each Cholesky factor can be trusted -> ok (...) bool, min_pivot (...) float, 0 where not ok.
 
-    factor: (..., k, k), lower or upper; covariance: (..., k, k) that was factored; mean: (..., k); info: (...).
-    A pivot (squared diagonal of the factor) must stand above the rounding noise of its own variance, else a rank
-    deficit passes by luck in about two of five slices, and above that of its column's mean, else a constant column
-    passes as white noise. Noise was at most 12 machine epsilons (k up to 256), sound covariances of condition 1e6 had
-    44 and more (M = 2k). A non-finite row makes variances NaN or infinite, and no comparison with those holds; `info`
-    alone may be 0 for them on a GPU.
+    pivots: (..., k), squared diagonal of the factor; covariance: (..., k, k) that was factored; mean: (..., k);
+    info: (...), 0 where the factor was found; input_dtype: that of the rows, which may be narrower than the factor's.
+    A pivot must stand above the rounding noise of its own variance, else a rank deficit passes by luck in about two of
+    five slices, and above that of its column's rounded values, else a constant column passes as white noise. Noise was
+    at most 12 machine epsilons (k up to 256), sound covariances of condition 1e6 had 44 and more (M = 2k). A non-finite
+    row makes variances NaN or infinite, and no comparison with those holds; `info` alone may be 0 for them on a GPU.
     """
-    resolution = 16 * torch.finfo(factor.dtype).eps
+    resolution, input_noise = noise_coefficients(pivots.dtype, input_dtype)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    noise = torch.maximum(resolution * variance, (resolution * mean).square())
-    ok = (pivots > noise).all(-1) & (info == 0)
+    noise = (variance * resolution).addcmul_(mean, mean, value=input_noise)
+    ok = (pivots > noise).all(-1).logical_and_(info == 0)
     return ok, torch.where(ok, pivots.amin(-1) / variance.mean(-1), 0.0)
+
+
+def noise_coefficients(factor_dtype: torch.dtype, input_dtype: torch.dtype) -> tuple[float, float]:
+    """How much of a column's variance, and of its squared mean, a pivot must exceed to be more than rounding."""
+    input_noise = (16 * torch.finfo(input_dtype).eps) ** 2
+    return 16 * torch.finfo(factor_dtype).eps + input_noise, input_noise

@@ -1,4 +1,7 @@
-"""kernels.whitening against the definition, written here once more, in other words, and differentiated by autograd."""
+"""kernels.whitening against the definition, written once more, in other words, and differentiated by autograd.
+
+The backends here run on any machine; test_whitening_triton.py has the third.
+"""
 
 import logging
 import shutil
@@ -7,46 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kernels import whitening
+from kernels.backends import fastest_backend
 from kernels.precision import full_float32
 from kernels.whitening import whiten, whiten_with_status
+from tests.numerics.whitening_cases import (
+    FAULTS,
+    definition,
+    random_like,
+    relative_error,
+    rows_of_condition,
+    spoil,
+    value_and_gradient,
+)
 
 BACKEND_NAMES = ("reference", "torch")
 each_backend = pytest.mark.parametrize("backend", BACKEND_NAMES)
-
-
-def definition(x: Tensor, eps: float = 0.0) -> Tensor:
-    """Row by row as the paper writes it: z_i = W (x_i - mean), W the inverse of the covariance's Cholesky factor."""
-    size = x.shape[2]
-    slices = []
-    for rows in x:
-        covariance = torch.cov(rows.T).reshape(size, size)
-        shrunk = (1 - eps) * covariance + eps * covariance.diag().mean() * torch.eye(size, dtype=x.dtype)
-        w = torch.linalg.inv(torch.linalg.cholesky(shrunk))
-        slices.append((w @ (rows - rows.mean(0)).T).T)
-    return torch.stack(slices)
-
-
-def value_and_gradient(function, x: Tensor, grad_z: Tensor) -> tuple[Tensor, Tensor]:
-    x = x.detach().clone().requires_grad_()
-    z = function(x)
-    return z.detach(), torch.autograd.grad(z, x, grad_z.to(z.dtype))[0]
-
-
-def rows_of_condition(
-    batch: int, num_rows: int, size: int, condition: float, scale: float = 1.0, seed: int = 0
-) -> Tensor:
-    """(batch, num_rows, size) float64 rows whose population covariance has the given condition number."""
-    generator = torch.Generator().manual_seed(seed)
-    white, rotation = (torch.randn(batch, n, size, dtype=torch.float64, generator=generator) for n in (num_rows, size))
-    deviations = torch.logspace(0, 0.5, size, base=condition, dtype=torch.float64)
-    return scale * (white * deviations) @ torch.linalg.qr(rotation).Q
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 @each_backend
@@ -62,7 +42,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 )
 def test_float64_value_and_gradient_are_the_definitions(backend, batch, size, extra, exponent, scale, eps, seed):
     x = rows_of_condition(batch, 2 * size + extra, size, 10**exponent, scale, seed) + scale
-    grad_z = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    grad_z = random_like(x, seed)
     expected, expected_gradient = value_and_gradient(lambda x: definition(x, eps), x, grad_z)
     z, gradient = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
     assert relative_error(z, expected) < 1e-9
@@ -90,13 +70,42 @@ def test_one_row_more_than_columns_is_enough(backend):
 def test_float32_errs_at_most_twice_as_much_as_plain_autograd(backend, num_rows, size, condition):
     """The definition in float32 sets the measure: inverse of the factor, torch's own backward."""
     x = rows_of_condition(8, num_rows, size, condition).float()
-    grad_z = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    grad_z = random_like(x)
     exact = value_and_gradient(definition, x.double(), grad_z)
     plain = value_and_gradient(definition, x, grad_z)
     ours = value_and_gradient(lambda x: whiten(x, backend=backend), x, grad_z)
     for actual, measure, truth in zip(ours, plain, exact, strict=True):
         assert actual.dtype == torch.float32
         assert (actual - truth).norm() < 2 * (measure - truth).norm()
+
+
+@each_backend
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_a_float64_factor_rounds_only_the_result(backend, eps):
+    """At condition 1e6 float32 keeps two or three digits of z; the inputs are float32 in both."""
+    x = rows_of_condition(3, 64, 32, 1e6).float()
+    grad_z = random_like(x)
+    exact = value_and_gradient(lambda x: definition(x, eps), x.double(), grad_z)
+    precise = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend, float64_factor=True), x, grad_z)
+    plain = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
+    for actual, single, truth in zip(precise, plain, exact, strict=True):
+        assert actual.dtype == torch.float32
+        assert relative_error(actual, truth) < 1e-6
+        if eps == 0:
+            assert relative_error(actual, truth) < relative_error(single, truth) / 30
+
+
+@each_backend
+def test_a_float64_factor_does_not_take_the_rounding_of_float32_rows_for_signal(backend):
+    x = torch.randn(100, 64, 32, generator=torch.Generator().manual_seed(0)) + 100
+    dependent, constant = x.clone(), x.clone()
+    dependent[:, :, -1] = 1.7 * x[:, :, 0]
+    constant[:, :, 3] = 3.7
+    for bad in (dependent, constant):
+        assert not whiten_with_status(bad, backend=backend, float64_factor=True)[1].ok.any()
+    status = whiten_with_status(rows_of_condition(9, 64, 32, 1e8).float(), backend=backend, float64_factor=True)[1]
+    assert status.ok.all()
+    assert status.min_pivot.dtype == torch.float32
 
 
 @each_backend
@@ -137,25 +146,12 @@ def test_status_reports_the_smallest_pivot_relative_to_the_mean_variance(backend
     assert not status.min_pivot.requires_grad
 
 
-def spoil(rows: Tensor, fault: str) -> None:
-    if fault == "constant":
-        rows[:, 2] = 3.7
-    elif fault == "dependent":
-        rows[:, 2] = 1.7 * rows[:, 5]
-    else:
-        rows[4, 2] = float(fault)
-
-
 @each_backend
-@pytest.mark.parametrize(
-    ("fault", "eps"),
-    [(fault, eps) for fault in ("nan", "inf", "-inf", "1e30") for eps in (0.0, 0.1)]
-    + [("constant", 0.0), ("dependent", 0.0)],  # shrinkage would make these positive definite
-)
+@pytest.mark.parametrize(("fault", "eps"), FAULTS)
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_a_bad_slice_harms_no_other(backend, fault, eps, bad):
     x = rows_of_condition(4, 33, 16, 1e2).float()
-    grad_z = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    grad_z = random_like(x)
     clean = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
     spoil(x[bad], fault)
     grad_z[bad] = float("nan")  # as from a division by the norm of z = 0
@@ -192,8 +188,9 @@ PRECISIONS = {
 }
 
 
-def matmul_precisions() -> tuple[str, str]:
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+def matmul_precision() -> str:
+    """Of the library that multiplies on the device these tests run on, the CPU."""
+    return torch.backends.mkldnn.matmul.fp32_precision
 
 
 @pytest.fixture
@@ -212,7 +209,7 @@ def test_products_are_float32_whatever_is_allowed_and_the_setting_returns(restor
         plain = getattr(torch, name)
 
         def spy(*arguments, plain=plain, **keywords):
-            seen.append({*matmul_precisions()} <= {"ieee", "none"} and not torch.is_autocast_enabled("cpu"))
+            seen.append(matmul_precision() in ("ieee", "none") and not torch.is_autocast_enabled("cpu"))
             return plain(*arguments, **keywords)
 
         monkeypatch.setattr(torch, name, spy)
@@ -220,12 +217,12 @@ def test_products_are_float32_whatever_is_allowed_and_the_setting_returns(restor
     exact = value_and_gradient(lambda x: whiten(x, backend="torch"), x, x)
     seen.clear()
     allow()
-    before = matmul_precisions()
+    before = matmul_precision()
     with torch.autocast("cpu", torch.bfloat16):  # the backward runs under it too
         ours = value_and_gradient(lambda x: whiten(x, backend="torch"), x, x)
         assert torch.is_autocast_enabled("cpu")
     assert seen == [True] * 5
-    assert matmul_precisions() == before
+    assert matmul_precision() == before
     for actual, expected in zip(ours, exact, strict=True):
         assert torch.equal(actual, expected)
 
@@ -235,7 +232,7 @@ def test_a_setting_that_followed_the_global_one_still_follows_it(restored_precis
     with full_float32(torch.device("cpu")):
         pass
     torch.backends.fp32_precision = "ieee"
-    assert matmul_precisions() == ("ieee", "ieee")
+    assert matmul_precision() == "ieee"
 
 
 def test_the_setting_returns_after_an_error(restored_precision):
@@ -256,9 +253,9 @@ def test_the_forward_ignores_autocast(backend):
 @pytest.mark.parametrize("power", [1, 3])
 def test_second_derivative_is_refused(power):
     x = rows_of_condition(1, 9, 4, 1e1).requires_grad_()
-    (gradient,) = torch.autograd.grad(whiten(x, backend="torch").pow(power).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        gradient.square().sum().backward()
+    loss = whiten(x, backend="torch").pow(power).sum()
+    with pytest.raises(NotImplementedError, match=r"'torch' .* no second derivative.* backend='reference'"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 def test_second_derivative_of_the_reference():
@@ -286,7 +283,7 @@ def test_compiles_as_one_graph(compiler):
         (torch.zeros(1, 4, 4), {}, "singular"),
         (torch.zeros(1, 8, 4), {"eps": 1.0}, r"\[0, 1\)"),
         (torch.zeros(1, 8, 4), {"eps": -0.1}, r"\[0, 1\)"),
-        (torch.zeros(1, 8, 4), {"backend": "cuda"}, "available: auto, reference, torch"),
+        (torch.zeros(1, 8, 4), {"backend": "cuda"}, "available: auto, reference, torch, triton"),
     ],
 )
 def test_bad_arguments_are_named(x, keywords, message):
@@ -294,9 +291,13 @@ def test_bad_arguments_are_named(x, keywords, message):
         whiten(x, **keywords)
 
 
-def test_auto_says_once_what_it_took(caplog):
-    whitening._log_once.cache_clear()
+def test_auto_says_once_a_size_what_it_took(caplog):
+    whitening._chosen.cache_clear()
     with caplog.at_level(logging.INFO, logger="kernels.whitening"):
-        whiten(torch.randn(1, 8, 4))
-        whiten(torch.randn(1, 8, 4))
-    assert [record.message for record in caplog.records] == ["whitening: backend 'auto' takes 'torch'"]
+        for batch in (1, 1, 2, 2):
+            whiten(torch.randn(batch, 8, 4))
+    taken = [fastest_backend("cpu", batch, 8, 4, False) for batch in (1, 2)]
+    assert [record.message for record in caplog.records] == [
+        f"whitening: backend 'auto' takes '{taken[0]}' for 1 slices of 8 x 4 on cpu",
+        f"whitening: backend 'auto' takes '{taken[1]}' for 2 slices of 8 x 4 on cpu",
+    ]

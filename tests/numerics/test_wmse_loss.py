@@ -135,7 +135,7 @@ def test_a_failed_slice_is_left_out_of_the_mean(normalize):
     )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     assert (gradient - expected_gradient).abs().max() < 1e-9
-    ok = wmse_loss_with_status(v, **sizes)[1].ok.view(2, 3, 3)  # iteration, view, slice
+    ok = wmse_loss_with_status(v, **sizes)[1].ok.view(3, 2, 3).transpose(0, 1)  # iteration, view, slice
     assert {(i, s) for i, view, s in (~ok).nonzero().tolist() if view == 1} == bad
     assert ok[:, [0, 2]].all()
 

@@ -1,9 +1,8 @@
 """W-MSE: whiten the embeddings slice by slice, then pull the views of one image together.
 
 REFERENCE section 1 (Ermolov et al., ICML 2021, equations 4-6). Shapes used below:
-    v     (num_views * N, k)              embeddings, view-major: all of view 0, then view 1, ...
-    rows  (iterations, num_views, N)      which row of v stands where, after each iteration's permutation of the images
-    z     (iterations, num_views, slices, M, k)   whitened; slices = N / M, M = slice_size
+    v  (num_views * N, k)           embeddings, view-major: all of view 0, then view 1, ...
+    z  (num_views, S, M, k)         whitened; S = iterations * N / M slices of each view, M = slice_size
 """
 
 import functools
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.whitening import WhiteningStatus, whiten_with_status
 from trainer.errors import InputError
@@ -31,6 +29,7 @@ def wmse_loss(
     generator: torch.Generator | None = None,
     eps: float = 0.0,
     backend: str = "auto",
+    float64_factor: bool = False,
 ) -> Tensor:
     """The W-MSE loss of v, a scalar in float32 (float64 if v is), whatever autocast says.
 
@@ -39,7 +38,7 @@ def wmse_loss(
         whitened rows. Both are means over iterations, images and pairs of views (False: and over the k elements).
     permutations: (iterations, N) int64, each row a permutation of the images, the same for every view; None draws
         one per iteration from `generator` (on the device of v; None: torch's default one).
-    eps, backend: see `kernels.whitening.whiten`.
+    eps, backend, float64_factor: see `kernels.whitening.whiten`.
 
     Where the whitening of a slice fails in any view, its images are left out of the mean of that iteration; the loss is
     0, with zero gradient, if all fail. Raises InputError for sizes that do not fit.
@@ -54,6 +53,7 @@ def wmse_loss(
         generator=generator,
         eps=eps,
         backend=backend,
+        float64_factor=float64_factor,
     )[0]
 
 
@@ -68,13 +68,14 @@ def wmse_loss_with_status(
     generator: torch.Generator | None = None,
     eps: float = 0.0,
     backend: str = "auto",
+    float64_factor: bool = False,
 ) -> tuple[Tensor, WhiteningStatus]:
     """As `wmse_loss`, and also returns the status of every slice that was whitened.
 
-    status: ok and min_pivot of shape (iterations * num_views * slices,), in this order, the last index fastest.
+    status: ok and min_pivot of shape (num_views * iterations * N / M,), in this order, the last index fastest.
     """
     _check(v, num_views, slice_size, iterations)
-    num_images, size = v.shape[0] // num_views, v.shape[1]
+    num_images = v.shape[0] // num_views
     if permutations is None:
         permutations = draw_permutations(iterations, num_images, v.device, generator)
     elif permutations.shape != (iterations, num_images) or permutations.dtype != torch.int64:
@@ -84,70 +85,80 @@ def wmse_loss_with_status(
         )
     with torch.autocast(v.device.type, enabled=False):
         v = v if v.dtype == torch.float64 else v.float()
-        first_rows = torch.arange(0, v.shape[0], num_images, device=v.device)
-        rows = permutations[:, None, :] + first_rows[None, :, None]
-        x = _PermuteRows.apply(v, rows.flatten(1)).view(-1, slice_size, size)
-        z, status = whiten_with_status(x, eps=eps, backend=backend)
-        z = z.view(iterations, num_views, -1, slice_size, size)
-        complete = status.ok.view(iterations, num_views, -1).all(1)
+        x = _CutSlices.apply(v, permutations, num_views, slice_size)
+        z, status = whiten_with_status(x, eps=eps, backend=backend, float64_factor=float64_factor)
+        complete = status.ok.view(num_views, -1).all(0)
         return MeanPairDistance.apply(z, complete, normalize), status
 
 
-class _PermuteRows(torch.autograd.Function):
-    """v (R, k), rows (iterations, R), each a permutation -> (iterations * R, k).
+class _CutSlices(torch.autograd.Function):
+    """v (num_views * N, k), permutations (iterations, N) of the images -> x (num_views * S, M, k).
 
     Backward gathers by the inverse permutations: a fifth of the time of index_select's own backward, which adds row by row,
     and in an order of its own on a GPU.
     """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return v.index_select(0, rows.flatten())
+    def forward(ctx: Any, v: Tensor, permutations: Tensor, num_views: int, slice_size: int) -> Tensor:
+        ctx.num_views = num_views
+        ctx.save_for_backward(permutations)
+        views = v.view(num_views, -1, v.shape[1])
+        return views.index_select(1, permutations.flatten()).view(-1, slice_size, v.shape[1])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        inverse = torch.empty_like(rows).scatter_(1, rows, torch.arange(rows.numel(), device=rows.device).view_as(rows))
-        back = gradient.index_select(0, inverse.flatten())
-        return (back if rows.shape[0] == 1 else back.view(*rows.shape, -1).sum(0)), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        _refuse_second_order()
+        (permutations,) = ctx.saved_tensors
+        iterations, num_images = permutations.shape
+        places = torch.arange(iterations * num_images, device=gradient.device).view_as(permutations)
+        inverse = torch.empty_like(permutations).scatter_(1, permutations, places)
+        back = gradient.view(ctx.num_views, -1, gradient.shape[-1]).index_select(1, inverse.flatten())
+        if iterations > 1:
+            back = back.unflatten(1, (iterations, num_images)).sum(1)
+        return back.view(-1, gradient.shape[-1]), None, None, None
 
 
 class MeanPairDistance(torch.autograd.Function):
     """Mean distance over all pairs of views, images and (Euclidean) elements of the complete slices, in O(num_views).
 
-    z: (iterations, num_views, slices, M, k), complete: (iterations, slices) bool, normalize: bool -> scalar, 0 if no
-    slice is complete. The squared differences of all pairs of views of an image add up to
-    num_views * sum_i |z_i - mean z|^2, which rounding never makes negative; for unit rows |u_i - u_j|^2 = 2 - 2 cos.
-    Its gradient at z_i is a multiple of z_i - mean z, less its part along u_i where rows are normalised. Written out,
-    that takes a third of the passes over z that autograd's backward takes.
+    z: (num_views * S, M, k), complete: (S,) bool, normalize: bool -> scalar, 0 if no slice is complete. The squared
+    differences of all pairs of views of an image add up to num_views * sum_i |z_i - mean z|^2, which rounding never makes
+    negative; for unit rows |u_i - u_j|^2 = 2 - 2 cos. Its gradient at z_i is a multiple of z_i - mean z; where rows are
+    normalised, of the part of -mean u across u_i. Written out, that takes a third of the passes over z that autograd's
+    backward takes, and nothing of the size of z is saved but z itself.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, complete: Tensor, normalize: bool) -> Tensor:
-        _, num_views, _, num_rows, size = z.shape
-        inverse_norm = None
+        z = z.unflatten(0, (-1, len(complete)))
+        num_views, _, num_rows, size = z.shape
+        inverse_norm, rows = None, z
         if normalize:
             inverse_norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min_(1e-12).reciprocal_()
-            z = z * inverse_norm
-        deviation = z - z.mean(1, keepdim=True)
-        terms = (num_views - 1) * num_rows * (1 if normalize else size) * complete.sum().clamp_min(1)
-        weight = complete * 2 / terms.to(z.dtype)
-        ctx.save_for_backward(z if normalize else None, inverse_norm, deviation, weight)
-        images = deviation.flatten(3)
-        return (torch.linalg.vecdot(images, images).sum(1) * weight).sum()
+            rows = z * inverse_norm
+        total = rows.sum(0)
+        squares = torch.linalg.vector_norm(torch.sub(rows, total, alpha=1 / num_views), dim=(0, 2, 3)).square_()
+        terms = (num_views - 1) / 2 * num_rows * (1 if normalize else size)
+        weight = complete / complete.sum(dtype=z.dtype).clamp_min_(1).mul_(terms)
+        ctx.save_for_backward(z, inverse_norm, total, weight)
+        return torch.dot(squares, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():  # once_differentiable stays silent where `gradient` itself needs no gradient
-            raise NotImplementedError("the W-MSE loss has no second derivative: call backward without create_graph")
-        unit, inverse_norm, deviation, weight = ctx.saved_tensors
-        scale = (2 * gradient * weight)[:, None, :, None, None]
-        if unit is None:
-            return deviation * scale, None, None
-        along = (unit * deviation).sum(-1, keepdim=True)
-        return torch.addcmul(deviation, unit, along, value=-1).mul_(inverse_norm * scale), None, None
+        _refuse_second_order()
+        z, inverse_norm, total, weight = ctx.saved_tensors
+        scale = (weight * gradient)[:, None, None].mul_(2)
+        if inverse_norm is None:
+            grad_z = torch.sub(z, total, alpha=1 / len(z)).mul_(scale)
+        else:
+            along = (z * total).sum(-1, keepdim=True).mul_(inverse_norm).mul_(inverse_norm)
+            grad_z = torch.addcmul(total, z, along, value=-1).mul_(inverse_norm * scale.div_(-len(z)))
+        return grad_z.flatten(0, 1), None, None
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():  # once_differentiable stays silent where the gradient itself needs no gradient
+        raise NotImplementedError("the W-MSE loss has no second derivative: call backward without create_graph")
 
 
 def draw_permutations(
