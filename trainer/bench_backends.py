@@ -7,23 +7,20 @@ from typing import Any
 
 import torch
 
-from kernels import whitening
+from kernels.backends import BACKENDS, backends_for, why_not
 
 BASES = ("loop", "reference")  # every ratio is to these two: a benchmark without them has failed
 
 
 def runnable_backends(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
     """-> names that run at full speed on the device, and {name: reason} of the others."""
-    backends_for = getattr(whitening, "backends_for", lambda device: tuple(whitening.BACKENDS))
     runnable = backends_for(device)
-    names = dict.fromkeys((*whitening.BACKENDS, "triton"))
-    return runnable, {name: _reason(name, device) for name in names if name not in runnable}
-
-
-def _reason(name: str, device: torch.device) -> str:
-    if name not in whitening.BACKENDS:
-        return "this installation does not have it"
-    return f"does not run at full speed on a device of type {device.type}"
+    reasons = {
+        name: why_not(name, device.type, size=1, in_float64=False) or f"does not run at full speed on {device.type}"
+        for name in BACKENDS
+        if name not in runnable
+    }
+    return runnable, reasons
 
 
 def drop_refusing(steps: dict[str, Callable[[], Any]]) -> dict[str, str]:

@@ -19,10 +19,9 @@ Forward = Callable[[], Tensor]  # -> loss, a scalar that depends on v
 
 MEANING = {
     "operators": "operators that torch hands to the device's code in forward and backward, views and bare allocations "
-    "left out; a custom operator counts as what runs inside it; a Triton kernel counts only where it is all that runs in "
-    "a custom operator",
+    "left out; a custom operator counts as what runs inside it, or as one where Triton kernels do its work",
     "bytes": "what those operators read and write, from the shapes of their arguments and results, without any cache; a "
-    "Triton kernel in a custom operator of its own counts its arguments and results once, any other not at all",
+    "custom operator of Triton kernels reads its arguments and writes its results once each, which is less than its kernels do",
     "launches": "CUDA only: kernels, copies and fills that the profiler saw on the device in forward and backward, Triton's "
     "included",
     "peak_bytes": "highest memory above what was held before, in forward and backward together: torch's allocator, without "

@@ -30,8 +30,9 @@ class Traffic(TorchDispatchMode):
     """`with Traffic() as traffic:` counts what runs inside, backward included -> traffic.operators, traffic.bytes.
 
     An operator is what torch hands to the device's code after taking composite ones apart: views and bare allocations are
-    no operators. A custom operator is opened: what runs inside it counts, not itself, unless nothing that can be seen
-    does (a Triton kernel): then it counts as one operator that reads its arguments and writes its results, once each.
+    no operators. A custom operator is opened: what runs inside it counts, not itself, unless something that cannot be seen
+    (a Triton kernel) wrote one of its results: then it counts too, as one operator that reads its arguments and writes its
+    results once each, however many kernels it has.
     A Triton kernel outside a custom operator is not seen.
 
     Bytes: every tensor argument is read once and every result written once; an expanded tensor counts its own elements;
@@ -47,6 +48,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.operators = 0
         self.bytes = 0
+        self._written: dict[int, torch.UntypedStorage] | None = None  # inside a custom operator: what was seen written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,18 +56,29 @@ class Traffic(TorchDispatchMode):
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        before = self.operators
-        result = self._open(func, args, kwargs) if func.namespace != "aten" else func(*args, **kwargs)
-        if self.operators == before and _works(func, args, kwargs, result):
+        if func.namespace == "aten":
+            result, counted = func(*args, **kwargs), False
+        else:
+            result, counted = self._open(func, args, kwargs)
+        if not counted and _works(func, args, kwargs, result):
             self.operators += 1
             self.bytes += operator_bytes(func, args, kwargs, result)
+            if self._written is not None:
+                self._written.update(_storages(_written(func, args, kwargs, result)))
         return result
 
-    def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Run a custom operator -> its result, and whether operators that were counted inside wrote all of it."""
         devices = {tensor.device.type for tensor in _tensors((args, kwargs))}
         key = torch._C.DispatchKey.CUDA if "cuda" in devices else torch._C.DispatchKey.CPU
+        around, self._written = self._written, {}
         with self:  # straight to the device's code: through the front door it would come back here
-            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+            result = func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        seen, self._written = self._written, around
+        if around is not None:
+            around.update(seen)
+        results = [tensor for tensor in _written(func, args, kwargs, result) if tensor.numel()]
+        return result, all(address in seen for address in _storages(results))
 
 
 def operator_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -83,9 +96,8 @@ def operator_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         values = args[3] if isinstance(args[3], Tensor) else args[2]  # a number fills as many places as the index has
         passes = 2 if name in ADDING_SCATTERS else 1
         return _bytes(arguments[1:]) + passes * values.numel() * args[0].element_size()
-    changed = [tensor for argument, values in given if _is_written(argument) for tensor in values]
     reads = [tensor for argument, values in given if not _is_unread(name, argument) for tensor in values]
-    return _bytes(reads) + _bytes(changed or _tensors(result))
+    return _bytes(reads) + _bytes(_written(func, args, kwargs, result))
 
 
 def _index_put_bytes(name: str, target: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any) -> int:
@@ -106,8 +118,8 @@ def _works(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     results = _tensors(result)
     if func._schema.is_mutable or not results:
         return True
-    given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-    return not all(tensor.untyped_storage()._cdata in given for tensor in results)
+    given = _storages(_tensors((args, kwargs)))
+    return not all(address in given for address in _storages(results))
 
 
 def _by_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, list[Tensor]]]:
@@ -116,6 +128,17 @@ def _by_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     positional = zip(func._schema.arguments, args, strict=False)
     pairs = [*positional, *((named[name], value) for name, value in kwargs.items())]
     return [(argument, _tensors(value)) for argument, value in pairs]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
+    given = _by_argument(func, args, kwargs)
+    return [tensor for argument, values in given if _is_written(argument) for tensor in values] or _tensors(result)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """-> {address: storage}; holding the storage keeps its address from being given to another."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage for storage in storages}
 
 
 def _is_written(argument: Any) -> bool:

@@ -195,7 +195,11 @@ def bench(words: Words) -> int:
     parser.add_argument("kind", choices=("loss", "loader"))
     parser.add_argument("--config", type=Path, metavar="FILE", help="the experiment, YAML (loader)")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, metavar="S", help="time to measure for, in all (default 20)"
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="time to measure for, in all, warm-up and counting on top (default 20)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file, too")
     parser.add_argument(

@@ -27,6 +27,20 @@ def opaque_copy(x: Tensor) -> Tensor:
     return out
 
 
+@torch.library.custom_op("wmse_test::opaque_after_copy", mutates_args=())
+def opaque_after_copy(x: Tensor) -> Tensor:
+    """An operator that is seen, and work that is not."""
+    rows, out = x.contiguous(), torch.empty(x.shape)
+    ctypes.memmove(out.data_ptr(), rows.data_ptr(), rows.nbytes)
+    return out
+
+
+@torch.library.custom_op("wmse_test::nested", mutates_args=())
+def nested(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Custom operators of both kinds, and nothing of its own."""
+    return twice_plus_one(x), opaque_copy(x)
+
+
 A = torch.arange(32.0).view(8, 4)  # 128 bytes
 ROW = torch.arange(4.0)  # 16 bytes
 ROWS = torch.tensor([5, 0, 2])  # 24 bytes; three rows of A have 48
@@ -55,6 +69,8 @@ THREE = torch.ones(3, 4)
         pytest.param(lambda: A.mT @ A, 1, 2 * 128 + 64, id="product"),
         pytest.param(lambda: twice_plus_one(A), 2, 256 + 256, id="custom operator"),
         pytest.param(lambda: opaque_copy(A), 1, 256, id="opaque custom operator"),
+        pytest.param(lambda: opaque_after_copy(A.t()), 2, 256 + 256, id="a copy, then work that is not seen"),
+        pytest.param(lambda: nested(A), 3, 256 + 256 + 256, id="custom operators in one"),
     ],
 )
 def test_operators_and_their_bytes(run: Callable[[], object], operators: int, num_bytes: int) -> None:
@@ -67,6 +83,7 @@ def test_what_the_mode_sees_is_computed_right() -> None:
     with Traffic():
         assert torch.equal(twice_plus_one(A), 2 * A + 1)
         assert torch.equal(opaque_copy(A), A)
+        assert torch.equal(opaque_after_copy(A.t()), A.t())
 
 
 def test_cost_of_a_small_function_by_hand() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import whitening
-from trainer import bench_floor
-from trainer.bench_backends import runnable_backends
+from trainer import bench_backends, bench_floor
+from trainer.bench_backends import drop_refusing, runnable_backends
 from trainer.bench_cost import MEANING
 from trainer.bench_loss import MODES, bench_loss
 from trainer.bench_loss_loop import loop_loss
@@ -72,22 +71,32 @@ def check_figures(modes: dict, figures: dict) -> None:
 def test_what_cannot_run_is_named_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    runnable, reasons = runnable_backends(CPU)
+    assert runnable == ("reference", "torch")
+    assert list(reasons) == ["triton"]
+    assert "triton" in reasons["triton"] or "GPU" in reasons["triton"]
+    monkeypatch.setattr(bench_backends, "backends_for", lambda device: ("reference", "triton"))
+    result = bench_loss([LossShape(2, 16, 8, 4, 1)], device="cpu", seconds=0.01)
+    assert result["not_run"] == {"torch": "does not run at full speed on cpu"}
+    (entry,) = result["results"]
+    assert set(entry["figures"]) == set(entry["costs"]) == {"loop", "reference"}
+    assert entry["not_run"]["triton"].startswith("ValueError: whitening backend 'triton' needs")
+    shown = capsys.readouterr().err
+    assert "not run: torch: does not run at full speed on cpu" in shown
+    assert "not run: triton: ValueError" in shown
+
+
+def test_who_refuses_a_size_is_taken_out_but_not_what_all_are_compared_to() -> None:
+    def refuse() -> None:
         raise NotImplementedError("slices of 8 rows are too few for it")
 
-    monkeypatch.setitem(whitening.BACKENDS, "picky", refuse)
-    monkeypatch.setitem(whitening.BACKENDS, "elsewhere", refuse)
-    monkeypatch.setattr(whitening, "backends_for", lambda device: ("reference", "torch", "picky"), raising=False)
-    result = bench_loss([LossShape(2, 16, 8, 4, 1)], device="cpu", seconds=0.01)
-    assert result["not_run"]["elsewhere"] == "does not run at full speed on a device of type cpu"
-    assert "triton" in result["not_run"]
-    (entry,) = result["results"]
-    assert entry["not_run"] == {"picky": "NotImplementedError: slices of 8 rows are too few for it"}
-    assert set(entry["figures"]) == {"loop", "reference", "torch"}
-    assert "not run: picky: NotImplementedError: slices of 8 rows" in capsys.readouterr().err
-    monkeypatch.setitem(whitening.BACKENDS, "reference", refuse)
-    with pytest.raises(NotImplementedError):
-        bench_loss([LossShape(2, 16, 8, 4, 1)], device="cpu", seconds=0.01)
+    steps = {"loop": list, "picky": refuse, "torch": list}
+    assert drop_refusing(steps) == {"picky": "NotImplementedError: slices of 8 rows are too few for it"}
+    assert list(steps) == ["loop", "torch"]
+    for base in ("loop", "reference"):
+        with pytest.raises(NotImplementedError):
+            drop_refusing({base: refuse})
 
 
 def test_shapes_are_read_and_wrong_ones_refused() -> None:

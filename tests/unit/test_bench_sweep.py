@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from kernels.whitening import whiten
 from trainer.bench_backends import runnable_backends
 from trainer.bench_sweep import LINES, WhiteningSize, bench_sweep, whitening_steps
 
@@ -33,12 +34,14 @@ def test_every_line_varies_what_it_says_and_can_be_whitened() -> None:
 
 
 def test_a_step_is_forward_and_backward_of_the_named_backend() -> None:
-    steps = whitening_steps(WhiteningSize(2, 8, 4), CPU, ("reference", "torch"))
-    (first,), (second,) = steps["reference"](), steps["torch"]()
-    assert first.shape == (2, 8, 4)
-    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-4)
-    with pytest.raises(ValueError, match="no whitening backend 'none'"):
-        whitening_steps(WhiteningSize(2, 8, 4), CPU, ("none",))["none"]()
+    size = WhiteningSize(2, 8, 4)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(size, generator=generator).requires_grad_()
+    expected = torch.autograd.grad(whiten(x), x, torch.randn(size, generator=generator))
+    for name, step in whitening_steps(size, CPU, ("reference", "torch")).items():
+        torch.testing.assert_close(step(), expected, rtol=1e-3, atol=1e-4, msg=name)
+    with pytest.raises(ValueError, match="'none'"):
+        whitening_steps(size, CPU, ("none",))["none"]()
 
 
 def test_the_sweep_is_plain_and_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ import time
 import pytest
 import torch
 
+from trainer import bench_timing
+from trainer.bench_loss import MODES, _window
 from trainer.bench_timing import MIN_WINDOWS, spread, take_turns, timed, timed_after
 
 CPU = torch.device("cpu")
@@ -30,17 +32,56 @@ def test_rounds_go_on_until_the_time_is_up() -> None:
     assert len(samples["sleep"]) > MIN_WINDOWS
 
 
-def test_every_call_is_timed_but_not_what_prepares_it() -> None:
-    assert 0.02 <= timed(lambda: time.sleep(0.01), CPU)(2) < 0.2
+class Clock:
+    """Stands in for the module `time`: only what is told to last lasts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(bench_timing, "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def lasts(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_every_call_is_timed_but_not_what_prepares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert timed(lambda: clock.lasts(2), CPU)(3) == 6
     prepared = iter(range(3))
 
     def prepare() -> int:
-        time.sleep(0.1)
+        clock.lasts(100)
         return next(prepared)
 
     given = []
-    assert timed_after(prepare, given.append, CPU)(3) < 0.1
+
+    def function(number: int) -> None:
+        given.append(number)
+        clock.lasts(2)
+
+    assert timed_after(prepare, function, CPU)(3) == 6
     assert given == [0, 1, 2]
+
+
+def test_each_mode_of_the_loss_times_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class Lasting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, v: torch.Tensor) -> torch.Tensor:
+            clock.lasts(1)
+            return v.sum()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            clock.lasts(10)
+            return gradient.expand(3)
+
+    v = torch.zeros(3, requires_grad=True)
+    seconds = {mode: _window(lambda: Lasting.apply(v), mode, v)(2) for mode in MODES}
+    assert seconds == {"forward": 2, "backward": 20, "forward_backward": 22}
 
 
 def test_median_and_quartiles() -> None:
