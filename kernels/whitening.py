@@ -54,13 +54,21 @@ def whiten_with_status(
     """As `whiten`, and also returns what became of each slice -> z (B, M, k), status."""
     _check(x, eps)
     x = x if x.dtype == torch.float64 else x.float()
-    in_float64 = float64_factor or x.dtype == torch.float64
-    backend = _choose(backend, x.device.type, *x.shape, in_float64)
+    backend = choose_backend(backend, x, tuple(x.shape), float64_factor)
     if backend == "reference":
         z, ok, min_pivot = whitening_reference.whiten(x, eps, float64_factor)
     else:
         z, ok, min_pivot = Whiten.apply(x, eps, float64_factor, backend)
     return z, WhiteningStatus(ok, min_pivot)
+
+
+def choose_backend(backend: str, values: Tensor, shape: tuple[int, ...], float64_factor: bool) -> str:
+    """The backend that `backend` means for slices of the given shape (B, M, k), of the dtype and device of `values`.
+
+    Raises ValueError for one that does not exist or cannot do it.
+    """
+    in_float64 = float64_factor or values.dtype == torch.float64
+    return _choose(backend, values.device.type, *shape, in_float64)
 
 
 @torch.compiler.assume_constant_result  # run by the compiler while it traces: it can trace neither records nor caches

@@ -33,7 +33,7 @@ def _whiten_slice(rows: Tensor, eps: float, input_dtype: torch.dtype) -> tuple[T
         )
     lower, info = torch.linalg.cholesky_ex(covariance)
     pivots = lower.detach().diagonal().square()
-    ok, min_pivot = judge_factor(pivots, covariance.detach(), mean.detach(), info, input_dtype)
+    ok, min_pivot = judge_factor(pivots, covariance.detach(), rows.detach().sum(0), num_rows, info, input_dtype)
     z = torch.linalg.solve_triangular(lower, centred.T, upper=False).T
     if centred.requires_grad:  # behind a bad factor every gradient is NaN: this is the first place all of them pass
         centred.register_hook(lambda gradient: gradient if gradient is None else torch.where(ok, gradient, 0.0))
@@ -41,12 +41,12 @@ def _whiten_slice(rows: Tensor, eps: float, input_dtype: torch.dtype) -> tuple[T
 
 
 def judge_factor(
-    pivots: Tensor, covariance: Tensor, mean: Tensor, info: Tensor, input_dtype: torch.dtype
+    pivots: Tensor, covariance: Tensor, total: Tensor, num_rows: int, info: Tensor, input_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Whether each Cholesky factor can be trusted -> ok (...) bool, min_pivot (...) float, 0 where not ok.
 
-    pivots: (..., k), squared diagonal of the factor; covariance: (..., k, k) that was factored; mean: (..., k);
-    info: (...), 0 where the factor was found; input_dtype: that of the rows, which may be narrower than the factor's.
+    pivots: (..., k), squared diagonal of the factor; covariance: (..., k, k) that was factored; total: (..., k), sum of the
+    num_rows rows; info: (...), 0 where the factor was found; input_dtype: that of the rows, maybe narrower than the factor's.
     A pivot must stand above the rounding noise of its own variance, else a rank deficit passes by luck in about two of
     five slices, and above that of its column's rounded values, else a constant column passes as white noise. Noise was
     at most 12 machine epsilons (k up to 256), sound covariances of condition 1e6 had 44 and more (M = 2k). A non-finite
@@ -54,8 +54,8 @@ def judge_factor(
     """
     resolution, input_noise = noise_coefficients(pivots.dtype, input_dtype)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    noise = (variance * resolution).addcmul_(mean, mean, value=input_noise)
-    ok = (pivots > noise).all(-1).logical_and_(info == 0)
+    noise = (variance * resolution).addcmul_(total, total, value=input_noise / num_rows**2)
+    ok = noise.div_(pivots).amax(-1).add_(info) < 1
     return ok, torch.where(ok, pivots.amin(-1) / variance.mean(-1), 0.0)
 
 

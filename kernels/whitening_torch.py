@@ -3,6 +3,9 @@
 x (B, M, k) --centre--> c --> cov (B, k, k) = c^T c / (M-1) = L L^T --> W = L^-1 --> z = c W^T
 """
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,7 +28,7 @@ def forward(x: Tensor, eps: float, float64_factor: bool) -> tuple[Tensor, Tensor
             variance.add_(eps * mean_variance)
         w, info = _inverse_factor(covariance)
         pivots = w.diagonal(dim1=1, dim2=2).square().reciprocal_()
-        ok, min_pivot = judge_factor(pivots, covariance, total.squeeze(1) / num_rows, info, x.dtype)
+        ok, min_pivot = judge_factor(pivots, covariance, total[:, 0], num_rows, info, x.dtype)
         z = torch.bmm(centred, w.mT)
         _zero_where_failed(ok, z, w)
         return z.to(x.dtype), w.to(x.dtype), x.new_empty(0), ok, min_pivot.to(x.dtype)
@@ -42,7 +45,7 @@ def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
     if size <= leaf or a.device.type != "cpu":
         # The upper factor inverted from the right: 192 us instead of 234 (8 slices, k=64, one CPU thread).
         upper, info = torch.linalg.cholesky_ex(a, upper=True)
-        identity = torch.eye(size, dtype=a.dtype, device=a.device).expand_as(a)
+        identity = _constants(size, a.dtype, a.device).identity.expand_as(a)
         return torch.linalg.solve_triangular(upper, identity, upper=True, left=False).mT, info
     h = size // 2
     first, first_info = _inverse_factor(a[:, :h, :h])
@@ -67,7 +70,7 @@ def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: f
     """Gradient at x (B, M, k) from that at z and what `forward` returned; kernels/README.md derives it."""
     num_rows, size = z.shape[1:]
     with full_float32(z.device):
-        triangle = torch.bmm(grad_z.mT, z).mul_(_half_triangle(size, z))
+        triangle = torch.bmm(grad_z.mT, z).mul_(_constants(size, z.dtype, z.device).half_triangle)
         symmetric = triangle + triangle.mT
         inner = torch.baddbmm(grad_z, z, symmetric, alpha=-(1 - eps) / (num_rows - 1))
         grad_x = torch.bmm(inner, w)
@@ -80,6 +83,22 @@ def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: f
         return grad_x
 
 
-def _half_triangle(size: int, like: Tensor) -> Tensor:
-    """(size, size): 1 below the diagonal, 1/2 on it. A product with it is a third of tril_ of a batch on a CPU."""
-    return like.new_ones(size, size).tril_().fill_diagonal_(0.5)
+class _Constants(NamedTuple):
+    identity: Tensor
+    half_triangle: Tensor  # 1 below the diagonal, 1/2 on it; a product with it is a third of tril_ of a batch on a CPU
+
+
+def _constants(size: int, dtype: torch.dtype, device: torch.device) -> _Constants:
+    if device.type == "cpu":
+        return _kept_constants(size, dtype)
+    return _make_constants(size, dtype, device)  # a CUDA graph would own what is made while it is captured
+
+
+@functools.cache
+def _kept_constants(size: int, dtype: torch.dtype) -> _Constants:
+    return _make_constants(size, dtype, torch.device("cpu"))
+
+
+def _make_constants(size: int, dtype: torch.dtype, device: torch.device) -> _Constants:
+    identity = torch.eye(size, dtype=dtype, device=device)
+    return _Constants(identity, torch.ones_like(identity).tril_() - identity / 2)

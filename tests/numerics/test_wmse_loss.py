@@ -123,12 +123,14 @@ def test_none_draws_one_permutation_an_iteration_from_the_generator():
     assert not torch.equal(loss(generator=torch.Generator().manual_seed(6)), loss(permutations=drawn))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_failed_slice_is_left_out_of_the_mean(normalize):
+def test_a_failed_slice_is_left_out_of_the_mean(normalize, backend):
     v, permutations = embeddings(3, 24, 4), permutations_of(2, 24)
     v[24 + permutations[0, 9]] = float("nan")  # view 1, slice 1 of iteration 0
     bad = {(0, 1), (1, int((permutations[1] == permutations[0, 9]).nonzero()) // 8)}
     sizes = {"num_views": 3, "slice_size": 8, "iterations": 2, "permutations": permutations, "normalize": normalize}
+    sizes["backend"] = backend
     loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
     expected, expected_gradient = loss_and_gradient(
         lambda v: definition(v, 3, 8, permutations, normalize, left_out=bad), v.nan_to_num()
@@ -140,9 +142,10 @@ def test_a_failed_slice_is_left_out_of_the_mean(normalize):
     assert ok[:, [0, 2]].all()
 
 
-def test_all_slices_failed_is_0_with_zero_gradient():
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_all_slices_failed_is_0_with_zero_gradient(backend):
     v = torch.ones(16, 3)
-    loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, num_views=2, slice_size=8), v)
+    loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, num_views=2, slice_size=8, backend=backend), v)
     assert loss == 0
     assert (gradient == 0).all()
     assert not wmse_loss_with_status(v, num_views=2, slice_size=8)[1].ok.any()
@@ -151,11 +154,11 @@ def test_all_slices_failed_is_0_with_zero_gradient():
 def test_float32_under_bfloat16_autocast(monkeypatch):
     autocast = []
 
-    def spy(*arguments, plain=wmse.MeanPairDistance.apply):
+    def spy(*arguments, plain=wmse.FusedLoss.apply):
         autocast.append(torch.is_autocast_enabled("cpu"))
         return plain(*arguments)
 
-    monkeypatch.setattr(wmse.MeanPairDistance, "apply", spy)
+    monkeypatch.setattr(wmse.FusedLoss, "apply", spy)
     v, sizes = embeddings(2, 24, 4).float(), {"num_views": 2, "slice_size": 12, "permutations": permutations_of(1, 24)}
     expected = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
     with torch.autocast("cpu", torch.bfloat16):
@@ -172,11 +175,13 @@ def test_shrinkage_reaches_the_whitening():
     assert wmse_loss(v, **sizes, eps=0.3) != wmse_loss(v, **sizes)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_second_derivative_is_refused(backend):
+def test_second_derivative_is_refused_but_by_the_reference():
     v = embeddings(2, 16, 4).requires_grad_()
     with pytest.raises(NotImplementedError, match="second derivative"):
-        torch.autograd.grad(wmse_loss(v, num_views=2, slice_size=8, backend=backend), v, create_graph=True)
+        torch.autograd.grad(wmse_loss(v, num_views=2, slice_size=8, backend="torch"), v, create_graph=True)
+    sizes = {"num_views": 2, "slice_size": 5, "permutations": permutations_of(1, 5)}
+    v = embeddings(2, 5, 2).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda v: wmse_loss(v, **sizes, backend="reference"), v)
 
 
 def test_compiles_as_one_graph():

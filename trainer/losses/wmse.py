@@ -7,13 +7,14 @@ REFERENCE section 1 (Ermolov et al., ICML 2021, equations 4-6). Shapes used belo
 
 import functools
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.whitening import WhiteningStatus, whiten_with_status
+from kernels.precision import without_autocast
+from kernels.whitening import WhiteningStatus, choose_backend, whiten_with_status
 from trainer.errors import InputError
+from trainer.losses.fused import FusedLoss
 
 _logger = logging.getLogger(__name__)
 
@@ -83,82 +84,39 @@ def wmse_loss_with_status(
             f"permutations must be int64 of shape (iterations, images) = ({iterations}, {num_images}), "
             f"got {permutations.dtype} {tuple(permutations.shape)}"
         )
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device):
         v = v if v.dtype == torch.float64 else v.float()
-        x = _CutSlices.apply(v, permutations, num_views, slice_size)
-        z, status = whiten_with_status(x, eps=eps, backend=backend, float64_factor=float64_factor)
-        complete = status.ok.view(num_views, -1).all(0)
-        return MeanPairDistance.apply(z, complete, normalize), status
+        slices = (num_views * iterations * num_images // slice_size, slice_size, v.shape[1])
+        backend = choose_backend(backend, v, slices, float64_factor)
+        if backend == "reference":
+            return _reference_loss(v, permutations, num_views, slice_size, normalize, eps, float64_factor)
+        loss, ok, min_pivot = FusedLoss.apply(
+            v, permutations, num_views, slice_size, normalize, eps, float64_factor, backend
+        )
+    return loss, WhiteningStatus(ok, min_pivot)
 
 
-class _CutSlices(torch.autograd.Function):
-    """v (num_views * N, k), permutations (iterations, N) of the images -> x (num_views * S, M, k).
-
-    Backward gathers by the inverse permutations: a fifth of the time of index_select's own backward, which adds row by row,
-    and in an order of its own on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, permutations: Tensor, num_views: int, slice_size: int) -> Tensor:
-        ctx.num_views = num_views
-        ctx.save_for_backward(permutations)
-        views = v.view(num_views, -1, v.shape[1])
-        return views.index_select(1, permutations.flatten()).view(-1, slice_size, v.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        _refuse_second_order()
-        (permutations,) = ctx.saved_tensors
-        iterations, num_images = permutations.shape
-        places = torch.arange(iterations * num_images, device=gradient.device).view_as(permutations)
-        inverse = torch.empty_like(permutations).scatter_(1, permutations, places)
-        back = gradient.view(ctx.num_views, -1, gradient.shape[-1]).index_select(1, inverse.flatten())
-        if iterations > 1:
-            back = back.unflatten(1, (iterations, num_images)).sum(1)
-        return back.view(-1, gradient.shape[-1]), None, None, None
-
-
-class MeanPairDistance(torch.autograd.Function):
-    """Mean distance over all pairs of views, images and (Euclidean) elements of the complete slices, in O(num_views).
-
-    z: (num_views * S, M, k), complete: (S,) bool, normalize: bool -> scalar, 0 if no slice is complete. The squared
-    differences of all pairs of views of an image add up to num_views * sum_i |z_i - mean z|^2, which rounding never makes
-    negative; for unit rows |u_i - u_j|^2 = 2 - 2 cos. Its gradient at z_i is a multiple of z_i - mean z; where rows are
-    normalised, of the part of -mean u across u_i. Written out, that takes a third of the passes over z that autograd's
-    backward takes, and nothing of the size of z is saved but z itself.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, complete: Tensor, normalize: bool) -> Tensor:
-        z = z.unflatten(0, (-1, len(complete)))
-        num_views, _, num_rows, size = z.shape
-        inverse_norm, rows = None, z
-        if normalize:
-            inverse_norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min_(1e-12).reciprocal_()
-            rows = z * inverse_norm
-        total = rows.sum(0)
-        squares = torch.linalg.vector_norm(torch.sub(rows, total, alpha=1 / num_views), dim=(0, 2, 3)).square_()
-        terms = (num_views - 1) / 2 * num_rows * (1 if normalize else size)
-        weight = complete / complete.sum(dtype=z.dtype).clamp_min_(1).mul_(terms)
-        ctx.save_for_backward(z, inverse_norm, total, weight)
-        return torch.dot(squares, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _refuse_second_order()
-        z, inverse_norm, total, weight = ctx.saved_tensors
-        scale = (weight * gradient)[:, None, None].mul_(2)
-        if inverse_norm is None:
-            grad_z = torch.sub(z, total, alpha=1 / len(z)).mul_(scale)
-        else:
-            along = (z * total).sum(-1, keepdim=True).mul_(inverse_norm).mul_(inverse_norm)
-            grad_z = torch.addcmul(total, z, along, value=-1).mul_(inverse_norm * scale.div_(-len(z)))
-        return grad_z.flatten(0, 1), None, None
-
-
-def _refuse_second_order() -> None:
-    if torch.is_grad_enabled():  # once_differentiable stays silent where the gradient itself needs no gradient
-        raise NotImplementedError("the W-MSE loss has no second derivative: call backward without create_graph")
+def _reference_loss(
+    v: Tensor,
+    permutations: Tensor,
+    num_views: int,
+    slice_size: int,
+    normalize: bool,
+    eps: float,
+    float64_factor: bool,
+) -> tuple[Tensor, WhiteningStatus]:
+    """The definition, every slice and pair by itself, differentiated by torch: for tests and benchmarks."""
+    size = v.shape[1]
+    x = v.view(num_views, -1, size)[:, permutations.flatten()].reshape(-1, slice_size, size)
+    z, status = whiten_with_status(x, eps=eps, backend="reference", float64_factor=float64_factor)
+    views = z.view(num_views, -1, slice_size, size)
+    if normalize:
+        views = torch.nn.functional.normalize(views, dim=-1)
+    pairs = torch.stack([(views[i] - views[j]).square() for i in range(num_views) for j in range(i)])
+    distances = pairs.sum(-1) if normalize else pairs.mean(-1)  # (pairs, S, M)
+    complete = status.ok.view(num_views, -1).all(0)
+    kept = torch.where(complete, distances.mean((0, 2)), 0.0)
+    return kept.sum() / complete.sum().clamp_min(1), status
 
 
 def draw_permutations(
