@@ -126,8 +126,10 @@ class LossConfig:
     """Shrinkage of the covariance towards the mean of its diagonal, 0..1; the paper takes 0."""
     max_failed_steps: int = 20
     """Steps in a row whose whitening or loss may fail (their update is left out on all ranks) before the run ends."""
-    backend: str = "auto"
-    """Whitening backend: auto, or one named in kernels/README.md."""
+    backend: Literal["auto", "reference", "torch", "triton"] = "auto"
+    """Whitening backend, see kernels/README.md; auto takes the fastest one measured on such a device."""
+    float64_factor: bool = False
+    """Mean, covariance and factor of the whitening in float64, for embeddings of condition numbers above 1e5."""
 
 
 @dataclass(frozen=True)

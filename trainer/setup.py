@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kernels.whitening import BACKENDS
+from kernels.backends import why_not
 from trainer.checkpoint import load_encoder
 from trainer.config import Config
 from trainer.data.index import Index, open_index
@@ -83,8 +83,7 @@ class Run:
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
     """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
-    if config.loss.backend not in ("auto", *BACKENDS):
-        raise InputError(f"loss.backend is {config.loss.backend!r}: there are auto, {', '.join(BACKENDS)}")
+    check_backend(config, device)
     index = open_shared_index(config, ranks)
     rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
     planner = Planner(
@@ -125,6 +124,14 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         step=step,
         group_rows=Rows(group_first, group_size * rows.count),
     )
+
+
+def check_backend(config: Config, device: torch.device) -> None:
+    """Raises InputError where the whitening backend cannot do what is asked of it on this device."""
+    loss = config.loss
+    reason = why_not(loss.backend, device.type, config.model.embedding_size, loss.float64_factor)
+    if reason:
+        raise InputError(f"loss.backend {loss.backend} {reason}: set loss.backend to auto or torch")
 
 
 def open_shared_index(config: Config, ranks: Ranks) -> Index:

@@ -85,5 +85,6 @@ class TrainStep:
             permutations=permutations,
             eps=c.eps,
             backend=c.backend,
+            float64_factor=c.float64_factor,
         )
         return loss, status.ok.all(), status.min_pivot.min()

@@ -10,6 +10,7 @@ import torch
 from trainer.config_load import load_config
 from trainer.data.plan import Rows, slice_permutations
 from trainer.distributed import Ranks
+from trainer.errors import InputError
 from trainer.setup import Run, check_set_size, rows_together, set_up
 
 
@@ -63,3 +64,27 @@ def test_a_set_of_another_size_is_said(tiny_config: Path, caplog: pytest.LogCapt
         assert not caplog.records
         check_set_size(config, 16)  # one step: enough
     assert "counts on 50 training images, this set has 16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "words", "message"),
+    [
+        (
+            "0",
+            ["--loss.backend", "triton"],
+            "loss.backend triton needs an NVIDIA GPU .*set loss.backend to auto or torch",
+        ),
+        (
+            "1",
+            ["--loss.backend", "triton", "--loss.float64_factor", "true"],
+            "loss.backend triton whitens in float32 only",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_before_the_set_is_read(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, interpreted: str, words: list[str], message: str
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    with pytest.raises(InputError, match=message):
+        run_of(Path("no_such_set"), tiny_config, *words)

@@ -86,6 +86,19 @@ def test_the_loss_is_the_one_configured(changed: dict[str, object]) -> None:
     torch.testing.assert_close(result.min_pivot, status.min_pivot.min(), rtol=1e-3, atol=1e-6)
 
 
+def test_the_precision_of_the_factor_is_the_one_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def spy(*arguments: object, **keywords: object) -> object:
+        asked.append(keywords["float64_factor"])
+        return wmse_loss_with_status(*arguments, **keywords)
+
+    monkeypatch.setattr("trainer.step.wmse_loss_with_status", spy)
+    for wanted in (True, False):
+        build(replace(LOSS, float64_factor=wanted))(pixels(1), IDENTITY, 0.1)
+    assert asked == [True, False]
+
+
 def test_a_backend_that_is_named_is_used() -> None:
     with pytest.raises(ValueError, match="nowhere"):
         build(replace(LOSS, backend="nowhere"))(pixels(1), IDENTITY, 0.1)
