@@ -21,7 +21,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision.transforms import v2
 
-from trainer.bench_loader import WARMUP_STEPS, WINDOWS, endless_loader, measure
+from trainer.bench.loader import WARMUP_STEPS, WINDOWS, endless_loader, measure
 from trainer.config import Config, ViewsConfig
 from trainer.config_load import load_config
 from trainer.data.index import Index, open_index

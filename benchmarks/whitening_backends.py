@@ -21,9 +21,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the wmse command does,
 
 import torch
 
-from trainer.bench_backends import drop_refusing, runnable_backends
-from trainer.bench_sweep import WhiteningSize, whitening_steps
-from trainer.bench_timing import MIN_WINDOWS, take_turns, timed
+from trainer.bench.implementations import drop_refusing, runnable_backends
+from trainer.bench.sweep import WhiteningSize, whitening_steps
+from trainer.bench.timing import MIN_WINDOWS, take_turns, timed
 from trainer.files import write_text
 from trainer.machine import provenance
 

@@ -68,15 +68,22 @@ def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
 
 def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple[argparse.Namespace, list[str]]:
     """A command's own options, and the rest, which are settings; --help lists both."""
-    from jsonargparse import ArgumentParser
-
-    from trainer.config_load import add_config_arguments
-
     if "--help" in words or "-h" in words:
+        from jsonargparse import ArgumentParser
+
+        from trainer.config_load import add_config_arguments
+
         settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
         add_config_arguments(settings)
         parser.epilog = settings.format_help().removeprefix("usage: ")
     return parser.parse_known_args(words)
+
+
+def _number_of_ranks(own: argparse.Namespace) -> int:
+    """--ranks, 1 where it is not given."""
+    if own.ranks is not None and own.ranks < 1:
+        raise InputError(f"--ranks is {own.ranks}: give at least 1")
+    return own.ranks or 1
 
 
 def pretrain(words: Words) -> int:
@@ -90,13 +97,11 @@ def pretrain(words: Words) -> int:
     own, settings = _parse_with_settings(parser, words)
     from trainer.config_load import load_config
 
-    config = load_config(own.config, settings)
-    if own.ranks is not None and own.ranks < 1:
-        raise InputError(f"--ranks is {own.ranks}: give at least 1")
+    config, ranks = load_config(own.config, settings), _number_of_ranks(own)
     if own.dry_run:
         from trainer.describe import dry_run
 
-        print("\n".join(dry_run(config, own.ranks or 1)))
+        print("\n".join(dry_run(config, ranks)))
         return DONE
     if own.ranks is not None:
         raise InputError("--ranks is for --dry_run; start several ranks with torchrun --nproc_per_node or srun")
@@ -193,7 +198,15 @@ def bench(words: Words) -> int:
     """Measure: loss (implementations of W-MSE) or loader (views a second). JSON on the last line."""
     parser = _parser(bench)
     parser.add_argument("kind", choices=("loss", "loader"))
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the experiment, YAML (loader)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the experiment, YAML (loss: one rank's step; default: the recipes')",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="R", help="loss: ranks that share the experiment's step (default 1)"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
@@ -206,7 +219,7 @@ def bench(words: Words) -> int:
         "--shapes",
         nargs="+",
         metavar="d,N,M,k,it",
-        help="loss: views, images, slice size, embedding size, iterations of each measurement (default: the recipes')",
+        help="loss: views, images, slice size, embedding size, iterations of each measurement",
     )
     parser.add_argument(
         "--sweep", action="store_true", help="loss: the whitening alone over numbers, rows and sizes of slices"
@@ -227,32 +240,40 @@ def bench(words: Words) -> int:
 
 
 def _bench_loss(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
-    if settings or own.config is not None:
-        ignored = " ".join(["--config"] * (own.config is not None) + settings)
-        raise InputError(f"wmse bench loss has no use for {ignored}: name sizes with --shapes d,N,M,k,it")
-    if own.sweep and own.shapes:
-        raise InputError("--sweep measures lines of its own: give it or --shapes")
+    if sum((own.config is not None, bool(own.shapes), own.sweep)) > 1:
+        raise InputError("--config, --shapes and --sweep each say what is measured: give one of them")
+    if own.config is not None:
+        from trainer.bench.loss import bench_config
+        from trainer.config_load import load_config
+
+        result = bench_config(load_config(own.config, settings), _number_of_ranks(own), own.seconds)
+        return {**result, "config": str(own.config)}
+    if settings or own.ranks is not None:
+        ignored = " ".join(["--ranks"] * (own.ranks is not None) + settings)
+        raise InputError(
+            f"wmse bench loss has no use for {ignored} without --config FILE; --shapes d,N,M,k,it names sizes without one"
+        )
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if own.sweep:
-        from trainer.bench_sweep import bench_sweep
+        from trainer.bench.sweep import bench_sweep
 
         return bench_sweep(device, own.seconds)
-    from trainer.bench_loss import bench_loss
-    from trainer.bench_shapes import parse_shapes
+    from trainer.bench.loss import bench_loss
+    from trainer.bench.shapes import parse_shapes
 
     return bench_loss(parse_shapes(own.shapes or []), device, own.seconds)
 
 
 def _bench_loader(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
-    from trainer.bench_loader import bench_loader
+    from trainer.bench.loader import bench_loader
     from trainer.config_load import load_config
 
     if own.config is None:
         raise InputError("wmse bench loader needs --config FILE")
-    if own.sweep or own.shapes:
-        raise InputError("--shapes and --sweep are for wmse bench loss")
+    if own.sweep or own.shapes or own.ranks is not None:
+        raise InputError("--shapes, --sweep and --ranks are for wmse bench loss")
     return bench_loader(load_config(own.config, settings), own.seconds)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,19 @@ import torch
 
 
 def git_commit() -> str | None:
-    """The commit of this program's checkout; None where it is installed without one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    """The commit of this program's checkout, with -changed behind it where tracked files differ from it; what WMSE_COMMIT in
+    the environment says where the program was copied without its history; else None."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*"]
+    return _first_line([*command, "--dirty=-changed"]) or os.environ.get("WMSE_COMMIT")
+
+
+def _first_line(command: list[str]) -> str | None:
+    """What a program says first; None where it is not installed or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else None
 
 
 def device_name(device: torch.device) -> str:
@@ -30,12 +38,25 @@ def device_name(device: torch.device) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def versions(device: torch.device) -> dict[str, str]:
+    """Of Python, torch and Triton, where it is installed; on a GPU also of CUDA (that torch was built with) and the driver."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["driver"] = (
+            _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown"
+        )
+    return found
+
+
 def provenance(device: torch.device) -> dict[str, Any]:
     """For the head of a result."""
     return {
         "device": device_name(device),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": versions(device),
         "commit": git_commit(),
     }

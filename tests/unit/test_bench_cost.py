@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.bench_cost import MEANING, measure_cost, peak_bytes, saved_bytes
-from trainer.bench_traffic import Traffic
+from trainer.bench.cost import MEANING, measure_cost, peak_bytes, saved_bytes
+from trainer.bench.traffic import Traffic
 
 CPU = torch.device("cpu")
 

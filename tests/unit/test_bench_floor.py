@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from trainer import bench_floor
-from trainer.bench_floor import Ceilings, floor, measure_ceilings
-from trainer.bench_shapes import LossShape
+from trainer.bench import floor as floor_module
+from trainer.bench.floor import Ceilings, floor, measure_ceilings
+from trainer.bench.shapes import LossShape
 
 SHAPE = LossShape(num_views=2, num_images=16, slice_size=8, embedding_size=4, iterations=3)
 FLOPS = 12 * (5 * 2 * 8 * 4 * 4 + 2 / 3 * 4**3)  # 3 x 2 x 2 slices
@@ -32,18 +32,18 @@ def test_a_copy_s_rate_is_of_v_s_size_or_larger() -> None:
 
 
 def test_ceilings_are_the_best_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_floor, "PRODUCT_SHAPES", ((2, 3, 4), (5, 6, 4)))
-    monkeypatch.setattr(bench_floor, "COPY_BYTES", (4096, 8192))
-    monkeypatch.setattr(bench_floor, "take_turns", lambda windows, seconds: {name: [200.0, 100.0] for name in windows})
-    ceilings = measure_ceilings(torch.device("cpu"))
+    monkeypatch.setattr(floor_module, "PRODUCT_SHAPES", ((2, 3, 4), (5, 6, 4)))
+    monkeypatch.setattr(floor_module, "COPY_BYTES", (4096, 8192))
+    monkeypatch.setattr(floor_module, "take_turns", lambda windows, seconds: {name: [200.0, 100.0] for name in windows})
+    ceilings = measure_ceilings(torch.device("cpu"), 2.0)
     assert ceilings.gflops == pytest.approx(2 * 5 * 6 * 4 * 4 / 100 / 1e3)
     assert ceilings.copy_gb_per_s == {4096: pytest.approx(0.08192), 8192: pytest.approx(0.16384)}
     assert list(ceilings.as_json()["copy_gb_per_s"]) == ["0.00390625 MiB", "0.0078125 MiB"]
 
 
 def test_products_and_copies_do_the_work_they_are_counted_for() -> None:
-    product = bench_floor._product(2, 3, 4, torch.device("cpu"))()
+    product = floor_module._product(2, 3, 4, torch.device("cpu"))()
     assert product.shape == (2, 3, 4)
-    copy = bench_floor._copy(4096, torch.device("cpu"))()
+    copy = floor_module._copy(4096, torch.device("cpu"))()
     assert copy.nbytes == 4096
     assert bool((copy == 1).all())

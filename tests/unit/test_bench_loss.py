@@ -1,18 +1,21 @@
 """The loss benchmark: what it compares computes the same, its figures are complete, and nothing goes missing silently."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from trainer import bench_backends, bench_floor
-from trainer.bench_backends import drop_refusing, runnable_backends
-from trainer.bench_cost import MEANING
-from trainer.bench_loss import MODES, bench_loss
-from trainer.bench_loss_loop import loop_loss
-from trainer.bench_shapes import RECIPE_SHAPES, LossShape, parse_shapes
+from tests.conftest import ROOT
+from trainer.bench import floor, implementations
+from trainer.bench.cost import MEANING
+from trainer.bench.implementations import drop_refusing, loop_loss, runnable_backends
+from trainer.bench.loss import MODES, bench_loss
+from trainer.bench.shapes import RECIPE_SHAPES, LossShape, parse_shapes, shape_of_config
 from trainer.cli import main
+from trainer.config_load import load_config
+from trainer.describe import plan_lines
 from trainer.errors import InputError
 from trainer.losses.wmse import draw_permutations, wmse_loss
 
@@ -22,8 +25,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and copies of a quarter of a gigabyte take longer than all else here."""
-    monkeypatch.setattr(bench_floor, "PRODUCT_SHAPES", ((2, 8, 4),))
-    monkeypatch.setattr(bench_floor, "COPY_BYTES", (2**12,))
+    monkeypatch.setattr(floor, "PRODUCT_SHAPES", ((2, 8, 4),))
+    monkeypatch.setattr(floor, "COPY_BYTES", (2**12,))
 
 
 def test_the_loop_computes_the_same_loss_and_gradient() -> None:
@@ -76,7 +79,7 @@ def test_what_cannot_run_is_named_with_its_reason(
     assert runnable == ("reference", "torch")
     assert list(reasons) == ["triton"]
     assert "triton" in reasons["triton"] or "GPU" in reasons["triton"]
-    monkeypatch.setattr(bench_backends, "backends_for", lambda device: ("reference", "triton"))
+    monkeypatch.setattr(implementations, "backends_for", lambda device: ("reference", "triton"))
     result = bench_loss([LossShape(2, 16, 8, 4, 1)], device="cpu", seconds=0.01)
     assert result["not_run"] == {"torch": "does not run at full speed on cpu"}
     (entry,) = result["results"]
@@ -121,19 +124,79 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
+    ("words", "ranks", "num_images"),
+    [
+        ("", 1, 64),
+        ("", 2, 32),
+        ("", 8, 16),  # 8 images a rank: two ranks whiten a slice of 16 together
+        ("--loss.iterations 2 --loss.permutation_block 32", 2, 32),
+        ("--loss.iterations 2 --loss.permutation_block 32", 4, 32),  # two ranks permute a block together
+    ],
+)
+def test_the_shape_of_an_experiment_is_what_one_rank_whitens(
+    words: str, ranks: int, num_images: int, tiny_config: Path
+) -> None:
+    config = load_config(tiny_config, ["--data.images_per_step", "64", *words.split()])
+    shape = shape_of_config(config, ranks)
+    assert shape == LossShape(2, num_images, 16, 8, config.loss.iterations)
+    slices_of_all = shape.num_slices * 64 // num_images
+    assert f"whitening: {slices_of_all} slices" in "\n".join(plan_lines(config, 64, ranks))
+
+
+def test_the_recipes_shapes_are_those_of_the_configs() -> None:
+    configs = [path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("demo")]
+    shapes = {shape_of_config(load_config(path, []), 1) for path in configs}
+    assert shapes | {LossShape(4, 1024, 256, 128, 1)} == set(RECIPE_SHAPES)
+
+
+def test_an_experiment_is_measured_on_its_device_and_what_is_set_aside_is_said(
+    tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(tiny_config), "--data.images_per_step", "32", "--ranks", "2", "--loss.eps", "0.01"]
+    assert main(["bench", "loss", *words, "--seconds", "0.01"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out.splitlines()[-1])
+    assert [entry["shape"] for entry in result["results"]] == [LossShape(2, 16, 16, 8, 1)._asdict()]
+    assert (result["device_type"], result["ranks"], result["config"]) == ("cpu", 2, str(tiny_config))
+    assert result["not_measured"] == ["loss.eps is 0.01, measured with 0.0"]
+    assert "note: loss.eps is 0.01" in said.err
+    if not torch.cuda.is_available():
+        assert main(["bench", "loss", *words, "--device", "cuda"]) == 2
+        assert "torch sees no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["loss", "--shapes", "2,16"], "--shapes '2,16'"),
-        (["loss", "--sweep", "--shapes", "2,16,8,4,1"], "give it or --shapes"),
-        (["loss", "--shape", "2,16,8,4,1"], "no use for --shape 2,16,8,4,1"),
-        (["loss", "--config", "x.yaml"], "no use for --config"),
-        (["loss", "--seconds", "0"], "--seconds"),
-        (["loss", "--out", "no/such/folder/x.json"], "no folder no/such/folder"),
-        (["loader", "--config", "x.yaml", "--sweep"], "for wmse bench loss"),
+        ("loss --shapes 2,16", "--shapes '2,16'"),
+        ("loss --sweep --shapes 2,16,8,4,1", "give one of them"),
+        ("loss --config x.yaml --shapes 2,16,8,4,1", "give one of them"),
+        ("loss --config x.yaml --sweep", "give one of them"),
+        ("loss --config x.yaml", "no config file x.yaml"),
+        ("loss --config TINY --shape 2,16,8,4,1", "unknown setting shape"),
+        ("loss --config TINY --ranks 3", "3 ranks can't share evenly"),
+        ("loss --config TINY --ranks 0", "--ranks is 0"),
+        ("loss --shape 2,16,8,4,1", "no use for --shape 2,16,8,4,1 without --config"),
+        ("loss --ranks 2 --loss.eps 1e-4", "no use for --ranks --loss.eps 1e-4 without --config"),
+        ("loss --sweep --device cpu", "no use for --device cpu without --config"),
+        ("loss --seconds 0", "--seconds"),
+        ("loss --out no/such/folder/x.json", "no folder no/such/folder"),
+        ("loader --config x.yaml --sweep", "for wmse bench loss"),
+        ("loader --config x.yaml --ranks 2", "for wmse bench loss"),
     ],
 )
 def test_words_without_an_effect_are_refused(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+    words: str, problem: str, tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *words]) == 2
+    assert main(["bench", *words.replace("TINY", str(tiny_config)).split()]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_sizes_without_a_config_need_no_settings_machinery(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that has torch and rich, but neither jsonargparse nor DALI, measures the loss."""
+    for name in ("jsonargparse", "trainer.config_load", "trainer.setup", "nvidia.dali"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["bench", "loss", "--shapes", "2,16,8,4,1", "--seconds", "0.01"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "loss"

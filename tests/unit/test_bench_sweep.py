@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from kernels.whitening import whiten
-from trainer.bench_backends import runnable_backends
-from trainer.bench_sweep import LINES, WhiteningSize, bench_sweep, whitening_steps
+from trainer.bench.implementations import runnable_backends
+from trainer.bench.sweep import LINES, WhiteningSize, bench_sweep, whitening_steps
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from trainer import bench_timing
-from trainer.bench_loss import MODES, _window
-from trainer.bench_timing import MIN_WINDOWS, spread, take_turns, timed, timed_after
+from trainer.bench import timing
+from trainer.bench.loss import MODES, _window
+from trainer.bench.timing import MIN_WINDOWS, spread, take_turns, timed, timed_after
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(bench_timing, "time", self)
+        monkeypatch.setattr(timing, "time", self)
 
     def perf_counter(self) -> float:
         return self.now

@@ -76,5 +76,5 @@ def test_bench_loader_tells_what_it_measured(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["views_per_s"] > 0
     assert len(result["windows"]) == 5
-    assert result["commit"] is None or len(result["commit"]) == 12
+    assert {"torch", "python"} <= set(result["versions"])
     assert main(["bench", "loader"]) == 2

@@ -41,8 +41,21 @@ def test_kernels_know_nothing_of_the_trainer():
     assert not [m for m in loaded_by("kernels.whitening") if m.partition(".")[0] == "trainer"]
 
 
+def test_the_loss_is_measured_where_torch_and_rich_are_all_there_is():
+    loaded = loaded_by("trainer.bench.loss, trainer.bench.sweep")
+    assert "trainer.bench.shapes" in loaded
+    assert not loaded & {"trainer.setup", "trainer.model", "trainer.data.loader", "trainer.config_load"}
+
+
 def test_only_the_command_line_imports_the_commands():
-    commands = {"trainer.loop", "trainer.preview", "trainer.evaluate.run", "trainer.bench_loader", "trainer.bench_loss"}
+    commands = {
+        "trainer.loop",
+        "trainer.preview",
+        "trainer.evaluate.run",
+        "trainer.bench.loader",
+        "trainer.bench.loss",
+        "trainer.bench.sweep",
+    }
     allowed = {"cli.py", "__main__.py"}
     for file in (ROOT / "trainer").rglob("*.py"):
         if file.name not in allowed:

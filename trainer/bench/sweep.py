@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.whitening import whiten
-from trainer.bench_backends import drop_refusing, runnable_backends
-from trainer.bench_timing import spread, take_turns, timed
+from trainer.bench.implementations import drop_refusing, runnable_backends
+from trainer.bench.timing import spread, take_turns, timed
 from trainer.machine import provenance
 
 

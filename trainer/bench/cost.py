@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.bench_timing import synchronize
-from trainer.bench_traffic import Traffic
+from trainer.bench.timing import synchronize
+from trainer.bench.traffic import Traffic
 
 Forward = Callable[[], Tensor]  # -> loss, a scalar that depends on v
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from trainer.bench_backends import BASES, drop_refusing, runnable_backends
-from trainer.bench_cost import MEANING, measure_cost
-from trainer.bench_floor import Ceilings, floor, measure_ceilings
-from trainer.bench_loss_loop import loop_loss
-from trainer.bench_shapes import RECIPE_SHAPES, LossShape
-from trainer.bench_timing import Window, spread, take_turns, timed, timed_after
+from trainer.bench.cost import MEANING, measure_cost
+from trainer.bench.floor import Ceilings, floor, measure_ceilings
+from trainer.bench.implementations import BASES, drop_refusing, loop_loss, runnable_backends
+from trainer.bench.shapes import RECIPE_SHAPES, LossShape, not_measured, shape_of_config
+from trainer.bench.timing import Window, spread, take_turns, timed, timed_after
+from trainer.config import Config
+from trainer.device import choose_device
+from trainer.distributed import Ranks
 from trainer.losses.wmse import draw_permutations, wmse_loss
 from trainer.machine import provenance
 
@@ -30,12 +33,12 @@ def bench_loss(shapes: Sequence[LossShape] | None, device: str, seconds: float) 
 
     Returns plain numbers. For each shape and implementation: "figures", microseconds a call in each mode (median and
     quartiles of windows that take turns), ratios as time of loop or reference over time of this one; "costs", see
-    "meaning", and times_floor, how many times the shape's "floor" (`bench_floor`) its forward and backward take.
+    "meaning", and times_floor, how many times the shape's "floor" (`trainer.bench.floor`) its forward and backward take.
     "not_run" says in words why an implementation is missing. Prints tables to stderr.
     """
     shapes, where = shapes or RECIPE_SHAPES, torch.device(device)
     backends, not_run = runnable_backends(where)
-    ceilings = measure_ceilings(where)
+    ceilings = measure_ceilings(where, min(2.0, seconds / 10))
     results = [_bench_shape(shape, where, seconds / len(shapes), backends, ceilings) for shape in shapes]
     _print_tables(results, not_run)
     return {
@@ -48,6 +51,15 @@ def bench_loss(shapes: Sequence[LossShape] | None, device: str, seconds: float) 
         "not_run": not_run,
         "results": results,
     }
+
+
+def bench_config(config: Config, num_ranks: int, seconds: float) -> dict[str, Any]:
+    """`bench_loss` at the shape of one of `num_ranks` ranks of an experiment, on its device."""
+    set_aside = not_measured(config)
+    for each in set_aside:
+        print(f"note: {each}", file=sys.stderr)
+    shapes, device = [shape_of_config(config, num_ranks)], choose_device(config, Ranks())
+    return {**bench_loss(shapes, str(device), seconds), "ranks": num_ranks, "not_measured": set_aside}
 
 
 def _bench_shape(

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.precision import full_float32
-from trainer.bench_shapes import LossShape
-from trainer.bench_timing import take_turns, timed
+from trainer.bench.shapes import LossShape
+from trainer.bench.timing import take_turns, timed
 
 FLOAT = 4  # bytes of a float32
 PRODUCT_SHAPES = ((8, 128, 64), (64, 128, 64), (64, 256, 128), (16, 512, 512), (1, 2048, 2048))  # batch, rows, size
@@ -33,7 +33,7 @@ class Ceilings(NamedTuple):
         return max(larger, default=self.copy_gb_per_s[max(self.copy_gb_per_s)])
 
 
-def measure_ceilings(device: torch.device, seconds: float = 2.0) -> Ceilings:
+def measure_ceilings(device: torch.device, seconds: float) -> Ceilings:
     """The best window of each product and each copy, in about `seconds`."""
     products = {shape: timed(_product(*shape, device), device) for shape in PRODUCT_SHAPES}
     copies = {num_bytes: timed(_copy(num_bytes, device), device) for num_bytes in COPY_BYTES}

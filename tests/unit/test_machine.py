@@ -1,0 +1,85 @@
+"""What is said of the machine and the program behind a figure."""
+
+import json
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import machine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder in which programs are looked for."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def install(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_versions_on_a_cpu(programs: Path) -> None:
+    install(programs, "nvidia-smi", "echo 580.1; exit 0")
+    found = machine.versions(CPU)
+    assert found["torch"] == torch.__version__
+    assert found.get("triton") == next((d.version for d in metadata.distributions(name="triton")), None)
+    assert not {"cuda", "driver"} & set(found), "a figure of a CPU has no driver behind it"
+
+
+def test_versions_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert set(machine.versions(CPU)) == {"python", "torch"}
+
+
+def test_versions_on_a_gpu(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert machine.versions(GPU)["driver"] == "unknown", "no nvidia-smi"
+    install(
+        programs,
+        "nvidia-smi",
+        'test "$*" = "--query-gpu=driver_version --format=csv,noheader" && echo 580.1 && echo 580.1',
+    )
+    found = machine.versions(GPU)
+    assert (found["cuda"], found["driver"]) == ("13.0", "580.1"), "one line for each GPU: all have the same driver"
+    install(programs, "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+    assert machine.versions(GPU)["driver"] == "unknown"
+
+
+def test_a_commit_says_whether_the_program_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "machine.py").write_text("1")
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    monkeypatch.setenv("WMSE_COMMIT", "0123456789ab")
+    assert machine.git_commit() == "0123456789ab", "no history here"
+    monkeypatch.delenv("WMSE_COMMIT")
+    assert machine.git_commit() is None
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    git("tag", "v1")
+    commit = git("rev-parse", "--short=12", "HEAD").strip()
+    (tmp_path / "result.json").write_text("{}")
+    assert machine.git_commit() == commit
+    (tmp_path / "machine.py").write_text("2")
+    assert machine.git_commit() == f"{commit}-changed"
+
+
+def test_provenance_is_plain() -> None:
+    told = machine.provenance(CPU)
+    assert json.loads(json.dumps(told)) == told
+    assert set(told) == {"device", "cores", "torch_threads", "versions", "commit"}
+    assert told["cores"] >= 1
+    assert told["device"]

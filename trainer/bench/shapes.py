@@ -1,0 +1,84 @@
+"""Sizes at which the loss is measured: those of the recipes, of one experiment, or those that the user names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.config import Config
+from trainer.distributed import Ranks, own_rows, slice_group_size
+from trainer.errors import InputError
+
+
+class LossShape(NamedTuple):
+    """Sizes of one measurement: v is (num_views * num_images, embedding_size)."""
+
+    num_views: int
+    num_images: int
+    slice_size: int
+    embedding_size: int
+    iterations: int
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of slice_size rows that one step whitens, all iterations and views."""
+        return self.iterations * self.num_views * (self.num_images // self.slice_size)
+
+
+RECIPE_SHAPES = (  # of the experiments in configs/, each on one rank
+    LossShape(2, 512, 128, 64, 1),  # CIFAR-10 and CIFAR-100, 2 views
+    LossShape(4, 256, 128, 64, 1),  # the same, 4 views
+    LossShape(2, 512, 256, 128, 4),  # STL-10 and Tiny ImageNet, 2 views
+    LossShape(2, 512, 256, 128, 1),  # ImageNet-100, 2 views
+    LossShape(4, 256, 256, 128, 1),  # these three, 4 views; ImageNet on 16 ranks
+    LossShape(4, 1024, 256, 128, 1),  # 16 slices: ImageNet on 4 ranks
+    LossShape(4, 4096, 256, 128, 1),  # 64 slices: ImageNet on one
+)
+
+
+def shape_of_config(config: Config, num_ranks: int) -> LossShape:
+    """What one of `num_ranks` ranks whitens in a step of the experiment: its own images, or those of its slice group where
+    neighbours whiten theirs together. InputError for a number of ranks that cannot share the step."""
+    from trainer.setup import rows_together  # loads DALI, which shapes given by hand do without
+
+    together = rows_together(config)
+    images_per_rank = own_rows(Ranks(0, num_ranks), config.data.images_per_step, together).count
+    return LossShape(
+        num_views=config.views.num_views,
+        num_images=images_per_rank * slice_group_size(images_per_rank, num_ranks, together),
+        slice_size=config.loss.slice_size,
+        embedding_size=config.model.embedding_size,
+        iterations=config.loss.iterations,
+    )
+
+
+def not_measured(config: Config) -> list[str]:
+    """Settings of the loss that are set aside, in words: the authors' loop, which all are held against, has no such thing."""
+    loop = {"normalize": True, "eps": 0.0, "float64_factor": False}
+    return [
+        f"loss.{name} is {value}, measured with {loop[name]}"
+        for name, value in dataclasses.asdict(config.loss).items()
+        if name in loop and value != loop[name]
+    ]
+
+
+def parse_shapes(words: Sequence[str]) -> list[LossShape]:
+    """["4,256,128,64,1", ...] -> shapes; InputError for one that W-MSE cannot have."""
+    return [_parse_shape(word) for word in words]
+
+
+def _parse_shape(word: str) -> LossShape:
+    parts = word.split(",")
+    if len(parts) != len(LossShape._fields) or not all(part.strip().isdecimal() for part in parts):
+        raise InputError(
+            f"--shapes {word!r}: give {','.join(LossShape._fields)} as whole numbers, as in 4,256,128,64,1"
+        )
+    shape = LossShape(*map(int, parts))
+    if shape.num_views < 2 or shape.embedding_size < 1 or shape.iterations < 1:
+        raise InputError(f"--shapes {word!r}: W-MSE needs 2 views, 1 column and 1 iteration or more")
+    if shape.slice_size <= shape.embedding_size:
+        raise InputError(f"--shapes {word!r}: slice_size must be above embedding_size, best {2 * shape.embedding_size}")
+    if shape.num_images == 0 or shape.num_images % shape.slice_size:
+        raise InputError(f"--shapes {word!r}: num_images must be a multiple of slice_size={shape.slice_size}")
+    return shape
