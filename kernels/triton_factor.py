@@ -22,25 +22,25 @@ import triton.language as tl
 def _factor_panel(a, PANEL: tl.constexpr):
     """a (PANEL, PANEL) symmetric = L L^T -> L^-1, L^T and the pivots L_jj^2.
 
-    Where a is not positive definite the pivot is not positive (or NaN), and NaN follows.
+    The same elimination column by column, in place too: before step j the columns left of j hold rows of L^-1, the others
+    what is left of a, and above the diagonal L^T stays. Where a is not positive definite the pivot is not positive (or
+    NaN), and NaN follows.
     """
     index = tl.arange(0, PANEL)
     rows, columns = index[:, None], index[None, :]
-    w = tl.where(rows == columns, 1.0, 0.0)
-    u = tl.zeros((PANEL, PANEL), tl.float32)
     pivots = tl.zeros((PANEL,), tl.float32)
     for j in range(PANEL):
-        a_row = tl.sum(tl.where(rows == j, a, 0.0), axis=0)
-        w_row = tl.sum(tl.where(rows == j, w, 0.0), axis=0)
-        a_column = tl.sum(tl.where(columns == j, a, 0.0), axis=1)
-        pivot = tl.sum(tl.where(index == j, a_row, 0.0), axis=0)
+        column = tl.sum(tl.where(columns == j, a, 0.0), axis=1)
+        row = tl.sum(tl.where(rows == j, a, 0.0), axis=0)
+        pivot = tl.sum(tl.where(index == j, row, 0.0), axis=0)
         inverse_root = 1.0 / tl.sqrt_rn(pivot)
-        below = tl.where(index > j, a_column * inverse_root, 0.0)
-        a_row, w_row = a_row * inverse_root, w_row * inverse_root
-        a -= below[:, None] * a_row[None, :]
-        w = tl.where(rows == j, w_row[None, :], w - below[:, None] * w_row[None, :])
-        u = tl.where(rows == j, tl.where(columns >= j, a_row[None, :], 0.0), u)
+        below = tl.where(index > j, column * inverse_root, 0.0)
+        row = tl.where(index == j, 1.0, row) * inverse_root
+        a = tl.where((columns == j) & (rows > j), 0.0, a) - below[:, None] * row[None, :]
+        a = tl.where(rows == j, row[None, :], a)
         pivots = tl.where(index == j, pivot, pivots)
+    w = tl.where(rows >= columns, a, 0.0)
+    u = tl.where(rows < columns, a, tl.where(rows == columns, tl.sqrt_rn(pivots)[:, None], 0.0))
     return w, u, pivots
 
 
