@@ -46,7 +46,10 @@ def backends_for(device: torch.device) -> tuple[str, ...]:
 
 
 def fastest_backend(device_type: str, batch: int, num_rows: int, size: int, in_float64: bool) -> str:
-    """The backend with the least time at the measured sizes nearest to these (in the logarithms), among those that can."""
+    """The backend with the least time at the measured sizes nearest to these (in the logarithms), among those that can.
+
+    Never "reference", whose backward follows the TF32 and autocast settings of the moment.
+    """
     cells = _measured(device_type)
     if not cells:
         return "torch"
@@ -55,7 +58,7 @@ def fastest_backend(device_type: str, batch: int, num_rows: int, size: int, in_f
     able = {
         name: time
         for name, time in nearest["microseconds"].items()
-        if why_not(name, device_type, size, in_float64) is None
+        if name != "reference" and why_not(name, device_type, size, in_float64) is None
     }
     return min(able, key=able.__getitem__) if able else "torch"
 
