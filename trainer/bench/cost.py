@@ -74,7 +74,7 @@ def peak_bytes(step: Callable[[], Any], device: torch.device) -> int:
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     held = peak = 0
-    for event in sorted(_profile(step, memory=True, cuda=False), key=lambda event: event.start_ns()):
+    for event in sorted(profile_events(step, memory=True, cuda=False), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
@@ -86,15 +86,15 @@ def _cuda_launches(step: Callable[[], Any]) -> int:
         step()
         torch.cuda.synchronize()
 
-    events = _profile(waited, memory=False, cuda=True)
+    events = profile_events(waited, memory=False, cuda=True)
     launches = sum(event.device_type() == DeviceType.CUDA and not event.is_user_annotation() for event in events)
     if launches == 0:
         raise RuntimeError("torch's profiler saw no kernel on the GPU: another profiler may hold its counters")
     return launches
 
 
-def _profile(step: Callable[[], Any], *, memory: bool, cuda: bool) -> list[Any]:
-    """-> the profiler's raw events."""
+def profile_events(step: Callable[[], Any], *, memory: bool, cuda: bool) -> list[Any]:
+    """What torch's profiler sees of `step`, as its raw events."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports on stderr that a machine without a GPU has none
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, profile_memory=memory) as profiler:
