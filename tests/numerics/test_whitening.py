@@ -3,24 +3,21 @@
 The backends here run on any machine; test_whitening_triton.py has the third.
 """
 
-import logging
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import whitening
-from kernels.backends import fastest_backend
-from kernels.precision import full_float32
 from kernels.whitening import whiten, whiten_with_status
 from tests.numerics.whitening_cases import (
     FAULTS,
+    assert_as_good_as_plain_float32,
+    correlation_condition,
     definition,
     random_like,
     relative_error,
     rows_of_condition,
+    smallest_pivot,
     spoil,
     value_and_gradient,
 )
@@ -68,15 +65,48 @@ def test_one_row_more_than_columns_is_enough(backend):
 @pytest.mark.parametrize(("num_rows", "size"), [(128, 64), (256, 128), (45, 17)])
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
 def test_float32_errs_at_most_twice_as_much_as_plain_autograd(backend, num_rows, size, condition):
-    """The definition in float32 sets the measure: inverse of the factor, torch's own backward."""
-    x = rows_of_condition(8, num_rows, size, condition).float()
-    grad_z = random_like(x)
-    exact = value_and_gradient(definition, x.double(), grad_z)
-    plain = value_and_gradient(definition, x, grad_z)
-    ours = value_and_gradient(lambda x: whiten(x, backend=backend), x, grad_z)
-    for actual, measure, truth in zip(ours, plain, exact, strict=True):
-        assert actual.dtype == torch.float32
-        assert (actual - truth).norm() < 2 * (measure - truth).norm()
+    x = rows_of_condition(8, num_rows, size, condition)
+    assert_as_good_as_plain_float32(lambda x, eps: whiten(x, eps=eps, backend=backend), x)
+
+
+random_float32_case = {
+    "batch": st.integers(1, 4),
+    "size": st.integers(1, 40),
+    "exponent": st.floats(2, 6),
+    "scale": st.floats(-5, 5).map(lambda exponent: 10**exponent),
+    "shift": st.sampled_from([0, 1, -3, 10]),
+    "eps": st.sampled_from([0.0, 0.0, 1e-4, 0.3]),
+    "seed": st.integers(0, 1000),
+}
+
+
+@each_backend
+@settings(max_examples=40, deadline=None)
+@given(**random_float32_case, extra=st.integers(8, 60))
+def test_float32_at_random_sizes(backend, batch, size, extra, exponent, scale, shift, eps, seed):
+    x = rows_of_condition(batch, size + extra, size, 10**exponent, scale, seed) + shift * scale
+    assert whiten_with_status(x.float(), eps=eps, backend=backend)[1].ok.all()
+    assert_as_good_as_plain_float32(lambda x, eps: whiten(x, eps=eps, backend=backend), x, eps, seed=seed, drawn=True)
+
+
+@each_backend
+@settings(max_examples=30, deadline=None)
+@given(**random_float32_case, extra=st.integers(1, 7))
+def test_float32_of_few_rows(backend, batch, size, extra, exponent, scale, shift, eps, seed):
+    """With M - k rows to spare the chance that the smallest eigenvalue of a covariance falls below t goes as t^((M-k)/2).
+
+    So with one or two to spare there is no bound on the condition (1e10 was seen for a population's 1e6), nor on the
+    errors of any float32. What is true: sound slices are never refused, and errors are the definition's while the
+    condition leaves a digit. A refused slice had a pivot of 87 machine epsilons at most, of 15,092 slices.
+    """
+    x = (rows_of_condition(batch, size + extra, size, 10**exponent, scale, seed) + shift * scale).float()
+    ok = whiten_with_status(x, eps=eps, backend=backend)[1].ok
+    assert ok[smallest_pivot(x.double(), eps) > 200 * torch.finfo(torch.float32).eps].all()
+    ok &= correlation_condition(x.double(), eps) < 1e6
+    if ok.any():
+        assert_as_good_as_plain_float32(
+            lambda x, eps: whiten(x, eps=eps, backend=backend), x[ok], eps, seed=seed, drawn=True
+        )
 
 
 @each_backend
@@ -121,14 +151,30 @@ def test_whitened_rows_have_zero_mean_and_identity_covariance(backend, dtype):
 
 
 @each_backend
-def test_shift_and_positive_scale_of_a_column_change_nothing(backend):
-    x = rows_of_condition(2, 33, 8, 1e3)
-    grad_z = torch.randn_like(x)
-    scale, shift = torch.logspace(-5, 5, 8, dtype=torch.float64), torch.linspace(-3, 3, 8, dtype=torch.float64)
+@given(batch=st.integers(1, 3), size=st.integers(1, 12), seed=st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_shift_and_positive_scale_of_a_column_change_nothing(backend, batch, size, seed):
+    x = rows_of_condition(batch, 2 * size + 3, size, 1e3, seed=seed)
+    grad_z = random_like(x, seed)
+    scale = 10 ** (10 * random_like(x[0, 0], seed).sigmoid() - 5)
+    shift = 3 * random_like(x[0, 0], seed + 1)
     z, gradient = value_and_gradient(lambda x: whiten(x, backend=backend), x, grad_z)
     moved_z, moved_gradient = value_and_gradient(lambda x: whiten(x, backend=backend), (x + shift) * scale, grad_z)
     assert relative_error(moved_z, z) < 1e-9
-    assert relative_error(moved_gradient * scale, gradient) < 1e-9
+    assert relative_error(moved_gradient * scale, gradient) < 1e-8
+
+
+@each_backend
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+def test_slices_know_nothing_of_each_other_and_rows_have_no_order(backend, eps):
+    x = rows_of_condition(5, 33, 8, 1e3)
+    grad_z = random_like(x)
+    expected = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
+    slices, rows = torch.tensor([3, 0, 4, 2, 1]), torch.randperm(33, generator=torch.Generator().manual_seed(0))
+    for part in ((slices,), (slice(None), rows), (slice(1, 2),)):
+        ours = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x[part], grad_z[part])
+        for actual, whole in zip(ours, expected, strict=True):
+            assert relative_error(actual, whole[part]) < 1e-9
 
 
 @each_backend
@@ -179,100 +225,12 @@ def test_no_dependent_or_constant_column_passes_by_luck(backend, scale):
     assert whiten_with_status(rows_of_condition(100, 64, 32, 1e6, scale).float(), backend=backend)[1].ok.all()
 
 
-PRECISIONS = {
-    "legacy_high": lambda: torch.set_float32_matmul_precision("high"),
-    "legacy_medium": lambda: torch.set_float32_matmul_precision("medium"),
-    "legacy_allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
-    "matmul_flag": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
-    "global_flag": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-}
-
-
-def matmul_precision() -> str:
-    """Of the library that multiplies on the device these tests run on, the CPU."""
-    return torch.backends.mkldnn.matmul.fp32_precision
-
-
-@pytest.fixture
-def restored_precision():
-    yield
-    torch.backends.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision = "none"
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-
-@pytest.mark.parametrize("allow", PRECISIONS.values(), ids=PRECISIONS.keys())
-def test_products_are_float32_whatever_is_allowed_and_the_setting_returns(restored_precision, monkeypatch, allow):
-    seen = []
-    for name in ("bmm", "baddbmm"):  # both run in the forward or the backward of the torch backend
-        plain = getattr(torch, name)
-
-        def spy(*arguments, plain=plain, **keywords):
-            seen.append(matmul_precision() in ("ieee", "none") and not torch.is_autocast_enabled("cpu"))
-            return plain(*arguments, **keywords)
-
-        monkeypatch.setattr(torch, name, spy)
-    x = rows_of_condition(2, 33, 8, 1e3).float()
-    exact = value_and_gradient(lambda x: whiten(x, backend="torch"), x, x)
-    seen.clear()
-    allow()
-    before = matmul_precision()
-    with torch.autocast("cpu", torch.bfloat16):  # the backward runs under it too
-        ours = value_and_gradient(lambda x: whiten(x, backend="torch"), x, x)
-        assert torch.is_autocast_enabled("cpu")
-    assert seen == [True] * 5
-    assert matmul_precision() == before
-    for actual, expected in zip(ours, exact, strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_a_setting_that_followed_the_global_one_still_follows_it(restored_precision):
-    torch.backends.fp32_precision = "tf32"
-    with full_float32(torch.device("cpu")):
-        pass
-    torch.backends.fp32_precision = "ieee"
-    assert matmul_precision() == "ieee"
-
-
-def test_the_setting_returns_after_an_error(restored_precision):
-    torch.set_float32_matmul_precision("high")
-    with pytest.raises(ZeroDivisionError), full_float32(torch.device("cpu")):
-        raise ZeroDivisionError
-    assert torch.get_float32_matmul_precision() == "high"
-
-
 @each_backend
 def test_the_forward_ignores_autocast(backend):
     x = rows_of_condition(2, 33, 8, 1e3).float()
     expected = whiten(x, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(whiten(x, backend=backend), expected)
-
-
-@pytest.mark.parametrize("power", [1, 3])
-def test_second_derivative_is_refused(power):
-    x = rows_of_condition(1, 9, 4, 1e1).requires_grad_()
-    loss = whiten(x, backend="torch").pow(power).sum()
-    with pytest.raises(NotImplementedError, match=r"'torch' .* no second derivative.* backend='reference'"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
-def test_second_derivative_of_the_reference():
-    x = rows_of_condition(1, 5, 2, 1e1).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda x: whiten(x, backend="reference"), x)
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiles_as_one_graph(compiler):
-    if compiler == "inductor" and shutil.which("g++") is None:
-        pytest.skip("inductor needs a C++ compiler")
-    x = rows_of_condition(3, 33, 8, 1e2).float()
-    x[1, 0, 0] = float("nan")
-    eager = value_and_gradient(lambda x: whiten(2 * x), x, x.nan_to_num())
-    compiled = torch.compile(lambda x: whiten(2 * x), fullgraph=True, backend=compiler)
-    for actual, expected in zip(value_and_gradient(compiled, x, x.nan_to_num()), eager, strict=True):
-        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -289,15 +247,3 @@ def test_compiles_as_one_graph(compiler):
 def test_bad_arguments_are_named(x, keywords, message):
     with pytest.raises(ValueError, match=message):
         whiten(x, **keywords)
-
-
-def test_auto_says_once_a_size_what_it_took(caplog):
-    whitening._chosen.cache_clear()
-    with caplog.at_level(logging.INFO, logger="kernels.whitening"):
-        for batch in (1, 1, 2, 2):
-            whiten(torch.randn(batch, 8, 4))
-    taken = [fastest_backend("cpu", batch, 8, 4, False) for batch in (1, 2)]
-    assert [record.message for record in caplog.records] == [
-        f"whitening: backend 'auto' takes '{taken[0]}' for 1 slices of 8 x 4 on cpu",
-        f"whitening: backend 'auto' takes '{taken[1]}' for 2 slices of 8 x 4 on cpu",
-    ]

@@ -1,9 +1,12 @@
 """What the tests of the whitening share: its definition, rows of a given condition, faults, and measures of error."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+UNIT = 2.0**-24  # the largest relative error of one rounding to float32
 
 
 def definition(x: Tensor, eps: float = 0.0) -> Tensor:
@@ -36,11 +39,84 @@ def rows_of_condition(
 
 
 def random_like(x: Tensor, seed: int = 0) -> Tensor:
-    return torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed)).to(x.device)
+    generator = torch.Generator().manual_seed(-1 - seed)  # another than that of rows_of_condition: not parallel to it
+    return torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def assert_as_good_as_plain_float32(
+    function: Callable[[Tensor, float], Tensor], x: Tensor, eps: float = 0.0, *, seed: int = 0, drawn: bool = False
+) -> None:
+    """Errors (norms) of value and gradient at most twice those of the definition in float32, differentiated by torch.
+
+    function: (x, eps) -> z; x (B, M, k) is rounded to float32 first, so that the truth, the definition in float64 with
+    torch's backward, has the same rows. Two roundings of x are allowed on top: a tiny case may be exact by luck.
+
+    drawn: x is one of many drawn at random. Along the worst conditioned direction an error is one random number, so now and
+    then the definition's own is small by luck. The largest of three orders of the rows, which should change nothing,
+    is then the measure, and what one rounding of the covariance amounts to, UNIT * condition (of the correlation: scales of
+    columns cost nothing), is allowed on top. Of 5,000 cases of the torch backend with conditions up to 1e6 and 8 rows or
+    more above the size, 6 values and 11 gradients made use of it, of 0.3 of it at most. Against one order, without it, 12
+    values and 26 gradients of 2,000 failed. The usual error is 0.04 (value) and 0.08 (gradient) of UNIT * condition.
+    """
+    x = x.float()
+    grad_z = random_like(x, seed)
+    exact = value_and_gradient(lambda x: definition(x, eps), x.double(), grad_z)
+    ours = value_and_gradient(lambda x: function(x, eps), x, grad_z)
+    worst = _errors_of_plain_float32(x, grad_z, eps, exact, 3 if drawn else 1)
+    # The gradient may cancel (nothing of it is left for k=1, M=2): its roundings are those of its direct term G W.
+    w = torch.linalg.inv(torch.linalg.cholesky(shrunk_covariance(x.double(), eps)))
+    condition = correlation_condition(x.double(), eps).max()
+    sizes = exact[0].norm(), (grad_z.double() @ w).norm()
+    roundings = 2 * (x.double().abs() @ w.abs().mT).norm() / exact[0].norm() + drawn * condition
+    for name, actual, truth, plain, size in zip(("z", "gradient"), ours, exact, worst, sizes, strict=True):
+        assert actual.dtype == torch.float32
+        allowed = 2 * plain + (UNIT * roundings * size).item()
+        error = (actual - truth).norm().item()
+        assert error <= allowed, f"{name}: error {error:.2e}, plain {plain:.2e}, allowed {allowed:.2e} of {size:.2e}"
+
+
+def _errors_of_plain_float32(
+    x: Tensor, grad_z: Tensor, eps: float, exact: tuple[Tensor, Tensor], orders: int
+) -> tuple[float, float]:
+    """The largest errors of value and gradient over some orders of the rows, the given one first."""
+    generator = torch.Generator().manual_seed(0)
+    worst = (0.0, 0.0)
+    for number in range(orders):
+        order = torch.randperm(x.shape[1], generator=generator) if number else torch.arange(x.shape[1])
+        try:
+            plain = value_and_gradient(lambda x: definition(x, eps), x[:, order], grad_z[:, order])
+        except torch.linalg.LinAlgError:  # of one row more than columns, say: the definition then sets no bound
+            return math.inf, math.inf
+        errors = [(a - truth[:, order]).norm().item() for a, truth in zip(plain, exact, strict=True)]
+        worst = max(worst[0], errors[0]), max(worst[1], errors[1])
+    return worst
+
+
+def shrunk_covariance(x: Tensor, eps: float) -> Tensor:
+    """(B, k, k), of all slices at once."""
+    centred = x - x.mean(1, keepdim=True)
+    covariance = centred.mT @ centred / (x.shape[1] - 1)
+    mean_variance = covariance.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    return (1 - eps) * covariance + eps * mean_variance * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
+
+
+def smallest_pivot(x: Tensor, eps: float) -> Tensor:
+    """(B,), of the factors' squared diagonals, each relative to its own column's variance."""
+    covariance = shrunk_covariance(x, eps)
+    pivots = torch.linalg.cholesky(covariance).diagonal(dim1=1, dim2=2).square()
+    return (pivots / covariance.diagonal(dim1=1, dim2=2)).amin(1)
+
+
+def correlation_condition(x: Tensor, eps: float) -> Tensor:
+    """(B,), condition numbers of the (shrunk) covariances after each column is scaled to variance 1."""
+    covariance = shrunk_covariance(x, eps)
+    deviations = covariance.diagonal(dim1=1, dim2=2).sqrt()
+    eigenvalues = torch.linalg.eigvalsh(covariance / deviations[:, :, None] / deviations[:, None, :])
+    return eigenvalues[:, -1] / eigenvalues[:, 0]
 
 
 # Rows that no covariance can be factored of. Shrinkage would make the last two positive definite.
