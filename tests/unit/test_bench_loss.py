@@ -47,7 +47,7 @@ def test_figures_are_complete_plain_and_consistent(capsys: pytest.CaptureFixture
     assert json.loads(json.dumps(result)) == result
     assert result["versions"]["torch"] == torch.__version__
     assert [entry["shape"]["num_views"] for entry in result["results"]] == [2, 3]
-    names = {"loop", *runnable_backends(CPU)[0]}
+    names = {"loop", *runnable_backends(CPU)[0], "torch_float64_factor"}
     for entry in result["results"]:
         assert set(entry["figures"]) == set(entry["costs"]) == names
         for modes in entry["figures"].values():
@@ -58,6 +58,7 @@ def test_figures_are_complete_plain_and_consistent(capsys: pytest.CaptureFixture
             both = entry["figures"][name]["forward_backward"]["median"]
             assert cost["times_floor"] == pytest.approx(both / entry["floor"]["floor_us"])
         assert entry["costs"]["loop"]["operators"] > entry["costs"]["torch"]["operators"]
+        assert entry["costs"]["torch_float64_factor"]["bytes"] > entry["costs"]["torch"]["bytes"]
 
 
 def check_figures(modes: dict, figures: dict) -> None:
@@ -177,6 +178,7 @@ def test_an_experiment_is_measured_on_its_device_and_what_is_set_aside_is_said(
         ("loss --config TINY --ranks 3", "3 ranks can't share evenly"),
         ("loss --config TINY --ranks 0", "--ranks is 0"),
         ("loss --shape 2,16,8,4,1", "no use for --shape 2,16,8,4,1 without --config"),
+        ("loss --ranks 2", "no use for --ranks without --config"),
         ("loss --ranks 2 --loss.eps 1e-4", "no use for --ranks --loss.eps 1e-4 without --config"),
         ("loss --sweep --device cpu", "no use for --device cpu without --config"),
         ("loss --seconds 0", "--seconds"),

@@ -23,6 +23,7 @@ from trainer.distributed import Ranks
 from trainer.losses.wmse import draw_permutations, wmse_loss
 from trainer.machine import provenance
 
+FLOAT64 = "torch_float64_factor"
 MODES = ("forward", "backward", "forward_backward")
 
 Forward = Callable[[], Tensor]  # -> loss
@@ -84,7 +85,10 @@ def _implementations(shape: LossShape, v: Tensor, permutations: Tensor, backends
     forwards: dict[str, Forward] = {
         "loop": functools.partial(loop_loss, v, permutations, num_views=shape.num_views, slice_size=shape.slice_size)
     }
-    for name in backends:
+    variants = [(name, name, False) for name in backends]
+    if "torch" in backends:
+        variants.append((FLOAT64, "torch", True))
+    for name, backend, float64_factor in variants:
         forwards[name] = functools.partial(
             wmse_loss,
             v,
@@ -92,7 +96,8 @@ def _implementations(shape: LossShape, v: Tensor, permutations: Tensor, backends
             slice_size=shape.slice_size,
             iterations=shape.iterations,
             permutations=permutations,
-            backend=name,
+            backend=backend,
+            float64_factor=float64_factor,
         )
     return forwards
 
