@@ -69,7 +69,8 @@ def assert_as_good_as_plain_float32(
     worst = _errors_of_plain_float32(x, grad_z, eps, exact, 3 if drawn else 1)
     # The gradient may cancel (nothing of it is left for k=1, M=2): its roundings are those of its direct term G W.
     w = torch.linalg.inv(torch.linalg.cholesky(shrunk_covariance(x.double(), eps)))
-    condition = correlation_condition(x.double(), eps).max()
+    eigenvalues = correlation_eigenvalues(x.double(), eps)
+    condition = (eigenvalues[:, -1] / eigenvalues[:, 0]).max()
     sizes = exact[0].norm(), (grad_z.double() @ w).norm()
     roundings = 2 * (x.double().abs() @ w.abs().mT).norm() / exact[0].norm() + drawn * condition
     for name, actual, truth, plain, size in zip(("z", "gradient"), ours, exact, worst, sizes, strict=True):
@@ -104,19 +105,11 @@ def shrunk_covariance(x: Tensor, eps: float) -> Tensor:
     return (1 - eps) * covariance + eps * mean_variance * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
 
 
-def smallest_pivot(x: Tensor, eps: float) -> Tensor:
-    """(B,), of the factors' squared diagonals, each relative to its own column's variance."""
-    covariance = shrunk_covariance(x, eps)
-    pivots = torch.linalg.cholesky(covariance).diagonal(dim1=1, dim2=2).square()
-    return (pivots / covariance.diagonal(dim1=1, dim2=2)).amin(1)
-
-
-def correlation_condition(x: Tensor, eps: float) -> Tensor:
-    """(B,), condition numbers of the (shrunk) covariances after each column is scaled to variance 1."""
+def correlation_eigenvalues(x: Tensor, eps: float) -> Tensor:
+    """(B, k), ascending, of the (shrunk) covariances after each column is scaled to variance 1."""
     covariance = shrunk_covariance(x, eps)
     deviations = covariance.diagonal(dim1=1, dim2=2).sqrt()
-    eigenvalues = torch.linalg.eigvalsh(covariance / deviations[:, :, None] / deviations[:, None, :])
-    return eigenvalues[:, -1] / eigenvalues[:, 0]
+    return torch.linalg.eigvalsh(covariance / deviations[:, :, None] / deviations[:, None, :])
 
 
 # Rows that no covariance can be factored of. Shrinkage would make the last two positive definite.
