@@ -1,4 +1,5 @@
-# Sourced by run.sh, which sets: out (folder), python, only (names with commas, or empty), end_seconds.
+# Sourced by run.sh, which sets: out (folder), python, only (names with commas, or empty), end_seconds, and patience (how
+# many times each limit holds; 1 if not set).
 # part NAME SECONDS NEEDS COMMAND... runs a command for SECONDS at most; what it says goes to OUT/NAME.txt.
 #   NEEDS: Python modules with commas, or -; the part is skipped, and says so, where one is missing.
 #   Exit code 77 means that it cannot run here. Nothing stops the parts that follow.
@@ -7,7 +8,7 @@
 known=() names=() states=() times=() notes=()
 
 part() {
-    local name=$1 limit=$2 needs=$3 left=$((end_seconds - SECONDS)) began=$SECONDS missing= code=0
+    local name=$1 limit=$(($2 * ${patience:-1})) needs=$3 left=$((end_seconds - SECONDS)) began=$SECONDS missing= code=0
     shift 3
     known+=("$name")
     [[ -n $only && ",$only," != *",$name,"* ]] && return

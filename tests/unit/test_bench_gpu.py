@@ -27,7 +27,7 @@ VARIANT = {"torch": {"backend": "torch"}}
 
 def bash(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(["bash", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(["bash", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def table_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -97,6 +97,13 @@ def test_wrong_words_are_answered_with_the_usage(words: list[str], tmp_path: Pat
     assert done.returncode == 2
     assert "tests/gpu/run.sh OUT [--tiny]" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_at_once(tmp_path: Path) -> None:
+    done = bash("tests/gpu/run.sh", str(tmp_path))
+    assert done.returncode == 2
+    assert "--tiny rehearses on a CPU" in done.stderr
 
 
 def wrong_value(x: Tensor, **keywords: Any) -> Tensor:
