@@ -85,7 +85,7 @@ def factor(
     a, mean, variance, u, ok, min_pivot, eps, resolution, input_noise, K,
     SHRINK: tl.constexpr, PANEL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """a: covariances (B, K, K) -> W in place, 0 where not ok; u (B, K, K) = L^T where SHRINK; ok, min_pivot (B,).
+    """a: covariances (B, K, K) -> W in place, anything where not ok; u (B, K, K) = L^T where SHRINK; ok, min_pivot (B,).
 
     mean, variance: (B, K). A pivot counts as sound above resolution * variance + input_noise * mean^2, see
     `whitening_reference.judge_factor`. WIDTH: power of 2, K or more. Grid: (B,).
@@ -119,8 +119,3 @@ def factor(
             tl.store(u + i[:, None] * K + i[None, :], u_pp, mask=inside)
     tl.store(ok + b, sound)
     tl.store(min_pivot + b, tl.where(sound == 1, smallest / mean_variance, 0.0))
-    if sound == 0:
-        for first in range(0, K, PANEL):
-            i = first + index
-            zero = tl.zeros((PANEL, WIDTH), tl.float32)
-            tl.store(a + i[:, None] * K + wide[None, :], zero, mask=(i[:, None] < K) & (wide[None, :] < K))

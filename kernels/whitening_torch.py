@@ -30,7 +30,7 @@ def forward(x: Tensor, eps: float, float64_factor: bool) -> tuple[Tensor, Tensor
         pivots = w.diagonal(dim1=1, dim2=2).square().reciprocal_()
         ok, min_pivot = judge_factor(pivots, covariance, total[:, 0], num_rows, info, x.dtype)
         z = torch.bmm(centred, w.mT)
-        _zero_where_failed(ok, z, w)
+        _zero_where_failed(ok, z)
         return z.to(x.dtype), w.to(x.dtype), x.new_empty(0), ok, min_pivot.to(x.dtype)
 
 
@@ -58,12 +58,11 @@ def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
     return w, first_info + last_info
 
 
-def _zero_where_failed(ok: Tensor, *values: Tensor) -> None:
-    """Write 0 over whatever came out of a slice that is not ok; values (B, ...)."""
+def _zero_where_failed(ok: Tensor, values: Tensor) -> None:
+    """Write 0 over whatever came out of a slice that is not ok; values (B, M, k)."""
     if ok.device.type == "cpu" and ok.all():  # nothing to wait for on a CPU, and a pass over the values is saved
         return
-    for each in values:
-        each.masked_fill_(~ok[:, None, None], 0.0)
+    values.masked_fill_(~ok[:, None, None], 0.0)
 
 
 def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: float) -> Tensor:
