@@ -55,7 +55,7 @@ def shape_of_config(config: Config, num_ranks: int) -> LossShape:
 
 def not_measured(config: Config) -> list[str]:
     """Settings of the loss that are set aside, in words: the authors' loop, which all are held against, has no such thing."""
-    loop = {"normalize": True, "eps": 0.0, "float64_factor": False}
+    loop = {"normalize": True, "eps": 0.0}
     return [
         f"loss.{name} is {value}, measured with {loop[name]}"
         for name, value in dataclasses.asdict(config.loss).items()
