@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.whitening import whiten
-from tests.numerics.whitening_cases import rows_of_condition, value_and_gradient
+from tests.numerics.whitening_cases import random_like, rows_of_condition, value_and_gradient
 
 
 @pytest.mark.parametrize("power", [1, 3])
@@ -32,3 +32,15 @@ def test_compiles_as_one_graph(compiler):
     compiled = torch.compile(lambda x: whiten(2 * x), fullgraph=True, backend=compiler)
     for actual, expected in zip(value_and_gradient(compiled, x, x.nan_to_num()), eager, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("float64_factor", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_the_operators_tell_the_compiler_what_they_return(eps, float64_factor):
+    """Shapes, types and strides of the fakes are those of the results; nothing is changed in place."""
+    x = random_like(torch.empty(2, 9, 4))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.wmse.whiten.default, (x, eps, float64_factor, "torch"), test_utils=checks)
+    z, w, u, ok, _ = torch.ops.wmse.whiten(x, eps, float64_factor, "torch")
+    arguments = (random_like(x, 1), z, w, u, ok, eps, "torch")
+    torch.library.opcheck(torch.ops.wmse.whiten_backward.default, arguments, test_utils=checks)
