@@ -48,8 +48,9 @@ def judge_factor(
     pivots: (..., k), squared diagonal of the factor; covariance: (..., k, k) that was factored; total: (..., k), sum of the
     num_rows rows; info: (...), 0 where the factor was found; input_dtype: that of the rows, maybe narrower than the factor's.
     A pivot must stand above the rounding noise of its own variance, else a rank deficit passes by luck in about two of
-    five slices, and above that of its column's rounded values, else a constant column passes as white noise. Noise was
-    at most 12 machine epsilons (k up to 256), sound covariances of condition 1e6 had 44 and more (M = 2k). A non-finite
+    five slices, and above that of its column's rounded values, else a constant column passes as white noise. At M = 2k
+    noise was at most 12 machine epsilons (k up to 256) and sound covariances of condition 1e6 had 44 and more; with M - k
+    of a few rows the two overlap, and either mistake was seen. A non-finite
     row makes variances NaN or infinite, and no comparison with those holds; `info` alone may be 0 for them on a GPU.
     """
     resolution, input_noise = noise_coefficients(pivots.dtype, input_dtype)

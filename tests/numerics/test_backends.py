@@ -1,16 +1,32 @@
-"""kernels.backends: who can, who is fastest by the measured table, and what "auto" says."""
+"""kernels.backends and the choice in kernels.whitening: who can, what is asked of the table, and what "auto" says.
 
+tests/unit/test_backends_table.py has the table itself.
+"""
+
+import json
 import logging
 
+import pytest
 import torch
 
-from kernels import whitening
-from kernels.backends import fastest_backend
+from kernels import backends, whitening
+from kernels.backends import BACKENDS, backends_for, fastest_backend, why_not
 from kernels.whitening import whiten
+from trainer.losses.wmse import wmse_loss
+
+
+@pytest.fixture(autouse=True)
+def no_remembered_choice():
+    """A choice is made once a size."""
+    caches = whitening._chosen, backends._measured
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_auto_says_once_a_size_what_it_took(caplog):
-    whitening._chosen.cache_clear()
     with caplog.at_level(logging.INFO, logger="kernels.whitening"):
         for batch in (1, 1, 2, 2):
             whiten(torch.randn(batch, 8, 4))
@@ -19,3 +35,64 @@ def test_auto_says_once_a_size_what_it_took(caplog):
         f"whitening: backend 'auto' takes '{taken[0]}' for 1 slices of 8 x 4 on cpu",
         f"whitening: backend 'auto' takes '{taken[1]}' for 2 slices of 8 x 4 on cpu",
     ]
+
+
+def test_the_fastest_is_asked_for_by_the_sizes_of_the_slices_and_taken(monkeypatch):
+    asked = []
+
+    def choose_the_reference(*arguments):
+        asked.append(arguments)
+        return "reference"
+
+    monkeypatch.setattr(whitening, "fastest_backend", choose_the_reference)
+    x = torch.randn(3, 9, 4, dtype=torch.float64).requires_grad_()
+    z = whiten(x)
+    assert z.grad_fn is not None
+    assert "Whiten" not in z.grad_fn.name()  # the node of the other backends
+    whiten(x.float())
+    whiten(x.float(), float64_factor=True)
+    # 2 views of 27 images, twice: 12 slices. The table is asked again, since these are other sizes
+    loss = wmse_loss(torch.randn(54, 4).requires_grad_(), num_views=2, slice_size=9, iterations=2)
+    assert loss.grad_fn is not None
+    assert "FusedLoss" not in loss.grad_fn.name()
+    assert asked == [
+        ("cpu", 3, 9, 4, True), ("cpu", 3, 9, 4, False), ("cpu", 12, 9, 4, False)
+    ]  # fmt: skip
+
+
+def test_a_named_backend_asks_for_no_table(monkeypatch):
+    monkeypatch.setattr(whitening, "fastest_backend", None)
+    whiten(torch.randn(3, 9, 4), backend="torch")
+
+
+def test_each_device_has_a_table_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(backends, "__file__", str(tmp_path / "backends.py"))
+    monkeypatch.setattr(backends, "_has_triton", lambda: True)
+    cell = {"slices": 1, "rows": 9, "size": 4, "microseconds": {"torch": 2.0, "triton": 1.0}}
+    (tmp_path / "backends_cuda.json").write_text(json.dumps({"cells": [cell]}))
+    assert fastest_backend("cuda", 1, 9, 4, in_float64=False) == "triton"
+    assert fastest_backend("cpu", 1, 9, 4, in_float64=False) == "torch"
+
+
+def test_what_keeps_triton_from_running(monkeypatch):
+    monkeypatch.setattr(backends, "_has_triton", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert why_not("triton", "cuda", 512, in_float64=False) is None
+    assert "at most 512 dimensions, not 513" in why_not("triton", "cuda", 513, in_float64=False)
+    assert "float32 only" in why_not("triton", "cuda", 8, in_float64=True)
+    assert "x is on 'cpu'" in why_not("triton", "cpu", 8, in_float64=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why_not("triton", "cpu", 8, in_float64=False) is None
+    monkeypatch.setattr(backends, "_has_triton", lambda: False)
+    assert "not installed" in why_not("triton", "cuda", 8, in_float64=False)
+    for name in ("reference", "torch"):
+        assert why_not(name, "cpu", 4096, in_float64=True) is None
+
+
+def test_an_interpreted_kernel_does_not_run_at_full_speed(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backends, "_has_triton", lambda: True)
+    assert backends_for(torch.device("cpu")) == ("reference", "torch")
+    assert backends_for(torch.device("cuda")) == BACKENDS
+    monkeypatch.setattr(backends, "_has_triton", lambda: False)
+    assert backends_for(torch.device("cuda")) == ("reference", "torch")

@@ -4,9 +4,11 @@ import shutil
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernels.whitening import whiten
+from kernels.whitening import whiten, whiten_with_status
 from tests.numerics.whitening_cases import random_like, rows_of_condition, value_and_gradient
+from trainer.losses.wmse import wmse_loss
 
 
 @pytest.mark.parametrize("power", [1, 3])
@@ -22,6 +24,46 @@ def test_second_derivative_of_the_reference():
     assert torch.autograd.gradgradcheck(lambda x: whiten(x, backend="reference"), x)
 
 
+class _Cut(torch.autograd.Function):
+    """Passes a value on, and no gradient at all (not even zeros) back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> None:
+        return None
+
+
+def test_where_no_gradient_comes_back_none_is_passed_on():
+    x = rows_of_condition(2, 9, 4, 1e1).requires_grad_()
+    sizes = {"num_views": 2, "slice_size": 9, "permutations": torch.arange(9)[None]}
+    for value in (whiten(x, backend="torch"), wmse_loss(x.flatten(0, 1), **sizes, backend="torch")):
+        assert torch.autograd.grad(_Cut.apply(value).sum(), x, allow_unused=True) == (None,)
+
+
+def test_status_is_not_differentiable():
+    x = rows_of_condition(2, 9, 4, 1e1).requires_grad_()
+    for backend in ("reference", "torch"):
+        z, status = whiten_with_status(x, backend=backend)
+        assert z.requires_grad
+        assert not status.ok.requires_grad
+        assert not status.min_pivot.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("eps", "float64_factor"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_the_compiler_is_told_the_shapes_and_dtypes_that_come_out(dtype, eps, float64_factor):
+    x = rows_of_condition(2, 9, 4, 1e1).to(dtype)
+    arguments = (x, eps, float64_factor, "torch")
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.wmse.whiten, arguments, test_utils=checks)
+    z, w, u, ok, _ = torch.ops.wmse.whiten(*arguments)
+    backward = (random_like(x), z, w, u, ok, eps, "torch")
+    torch.library.opcheck(torch.ops.wmse.whiten_backward, backward, test_utils=checks)
+
+
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiles_as_one_graph(compiler):
     if compiler == "inductor" and shutil.which("g++") is None:
@@ -32,15 +74,3 @@ def test_compiles_as_one_graph(compiler):
     compiled = torch.compile(lambda x: whiten(2 * x), fullgraph=True, backend=compiler)
     for actual, expected in zip(value_and_gradient(compiled, x, x.nan_to_num()), eager, strict=True):
         torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("float64_factor", [False, True])
-@pytest.mark.parametrize("eps", [0.0, 0.1])
-def test_the_operators_tell_the_compiler_what_they_return(eps, float64_factor):
-    """Shapes, types and strides of the fakes are those of the results; nothing is changed in place."""
-    x = random_like(torch.empty(2, 9, 4))
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.wmse.whiten.default, (x, eps, float64_factor, "torch"), test_utils=checks)
-    z, w, u, ok, _ = torch.ops.wmse.whiten(x, eps, float64_factor, "torch")
-    arguments = (random_like(x, 1), z, w, u, ok, eps, "torch")
-    torch.library.opcheck(torch.ops.wmse.whiten_backward.default, arguments, test_utils=checks)

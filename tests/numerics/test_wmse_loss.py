@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.numerics.whitening_cases import rows_of_condition
 from trainer.errors import InputError
 from trainer.losses import wmse
 from trainer.losses.wmse import wmse_loss, wmse_loss_with_status
@@ -91,6 +92,49 @@ def test_loss_lies_in_0_to_4(num_views, size, slices, noise, seed):
     if noise == 0:
         assert loss < 1e-9
     assert status.ok.shape == (num_views * slices,)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_float32_value_and_gradient(normalize, backend):
+    """Scales of columns cost nothing, so the condition that counts is that of 32 white rows in 16 dimensions, about 30."""
+    v, permutations = embeddings(3, 64, 16).float(), permutations_of(2, 64)
+    sizes = {"num_views": 3, "slice_size": 32, "iterations": 2, "permutations": permutations, "normalize": normalize}
+    loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes, backend=backend), v)
+    exact, exact_gradient = loss_and_gradient(lambda v: definition(v, 3, 32, permutations, normalize), v.double())
+    _, plain_gradient = loss_and_gradient(lambda v: definition(v, 3, 32, permutations, normalize), v)
+    assert loss.dtype == gradient.dtype == torch.float32
+    assert (gradient - exact_gradient).norm() < 2 * (plain_gradient - exact_gradient).norm()
+    assert loss.item() == pytest.approx(exact.item(), rel=4e-6)  # two UNITs of the condition
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_float64_factor_reaches_the_whitening(backend):
+    v = (rows_of_condition(1, 128, 16, 1e6)[0] + 1).float()
+    sizes = {"num_views": 2, "slice_size": 32, "permutations": permutations_of(1, 64), "backend": backend}
+    exact = loss_and_gradient(lambda v: definition(v, 2, 32, sizes["permutations"], normalize=True), v.double())
+    plain = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    precise = loss_and_gradient(lambda v: wmse_loss(v, **sizes, float64_factor=True), v)
+    for actual, single, truth in zip(precise, plain, exact, strict=True):
+        assert actual.dtype == torch.float32
+        assert (actual - truth).norm() < 1e-6 * truth.norm()
+        assert (actual - truth).norm() < (single - truth).norm() / 30
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_images_and_views_have_no_order(normalize, backend):
+    """Images in another order, with permutations that undo it, and views in another order."""
+    v, permutations = embeddings(3, 24, 4), permutations_of(2, 24)
+    sizes = {"num_views": 3, "slice_size": 12, "iterations": 2, "normalize": normalize, "backend": backend}
+    loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes, permutations=permutations), v)
+    images, views = permutations_of(1, 24, seed=9)[0], [2, 0, 1]
+    moved = v.view(3, 24, 4)[views][:, images].flatten(0, 1)
+    undone = images.argsort()[permutations]
+    moved_loss, moved_gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes, permutations=undone), moved)
+    assert moved_loss.item() == pytest.approx(loss.item(), rel=1e-10)
+    expected = gradient.view(3, 24, 4)[views][:, images].flatten(0, 1)
+    assert (moved_gradient - expected).abs().max() < 1e-9 * gradient.abs().max()
 
 
 def test_opposite_views_are_4_apart_and_unrelated_ones_2():
