@@ -4,7 +4,7 @@
 
 One forward and backward of `whiten` by every backend that runs on the device, in windows that take turns, over a grid of slices
 B and sizes k with M = 2k rows. Writes a table of medians to kernels/backends_DEVICE_TYPE.json, which
-kernels/whitening.py reads. Cells that are too large for the memory or the time are left out, and listed with the reason.
+kernels/backends.py reads. Cells that are too large for the memory or the time are left out, and listed with the reason.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 BACKENDS = ("reference", "torch", "triton")
-LARGEST_TRITON_SIZE = 512  # a panel of the factor keeps 32 rows of the matrix in registers
+LARGEST_TRITON_SIZE = 512  # a panel of the factor keeps 16 rows of the matrix in registers
 
 
 def why_not(backend: str, device_type: str, size: int, in_float64: bool) -> str | None:
