@@ -15,7 +15,7 @@ demo: setup
 	$(BIN)/python -m trainer.demo
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

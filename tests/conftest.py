@@ -12,10 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from PIL import Image
 
 if not torch.cuda.is_available():  # Triton kernels then run in its interpreter; must be set before they are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples each time: a change is judged by what it changes. --hypothesis-profile=explore draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore")
+settings.load_profile("same")
 
 ROOT = Path(__file__).parents[1]
 TINY = """

@@ -3,6 +3,8 @@
 The backends here run on any machine; test_whitening_triton.py has the third.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,30 +82,21 @@ random_float32_case = {
 
 
 @each_backend
-@settings(max_examples=40, deadline=None)
-@given(**random_float32_case, extra=st.integers(8, 60))
+@settings(max_examples=60, deadline=None)
+@given(**random_float32_case, extra=st.one_of(st.integers(8, 60), st.integers(1, 7)))
 def test_float32_at_random_sizes(backend, batch, size, extra, exponent, scale, shift, eps, seed):
-    x = rows_of_condition(batch, size + extra, size, 10**exponent, scale, seed) + shift * scale
-    assert whiten_with_status(x.float(), eps=eps, backend=backend)[1].ok.all()
-    assert_as_good_as_plain_float32(lambda x, eps: whiten(x, eps=eps, backend=backend), x, eps, seed=seed, drawn=True)
-
-
-@each_backend
-@settings(max_examples=30, deadline=None)
-@given(**random_float32_case, extra=st.integers(1, 7))
-def test_float32_of_few_rows(backend, batch, size, extra, exponent, scale, shift, eps, seed):
     """With M - k rows to spare the chance that the smallest eigenvalue of a covariance falls below t goes as t^((M-k)/2).
 
-    So with one or two to spare there is no bound on the condition (1e10 was seen for a population's 1e6), nor on the
-    errors of any float32. What is true: no slice is refused whose correlation's smallest eigenvalue is well above a
-    machine epsilon (10 was the most, of 2,690 slices that were refused), and errors are the definition's while the
+    So a sample's condition may be far above its population's (1e10 was seen for 1e6, with one to seven to spare) and
+    there any float32 loses all digits. What is true: no slice is refused whose correlation's smallest eigenvalue is well
+    above a machine epsilon (10 was the most, of 2,690 slices that were refused), and errors are the definition's while the
     condition leaves a digit.
     """
     x = (rows_of_condition(batch, size + extra, size, 10**exponent, scale, seed) + shift * scale).float()
     ok = whiten_with_status(x, eps=eps, backend=backend)[1].ok
     eigenvalues = correlation_eigenvalues(x.double(), eps)
     assert ok[eigenvalues[:, 0] > 50 * torch.finfo(torch.float32).eps].all()
-    ok &= eigenvalues[:, -1] < 1e6 * eigenvalues[:, 0]
+    ok &= eigenvalues[:, -1] < (1e6 if extra < 8 else math.inf) * eigenvalues[:, 0]
     if ok.any():
         assert_as_good_as_plain_float32(
             lambda x, eps: whiten(x, eps=eps, backend=backend), x[ok], eps, seed=seed, drawn=True
