@@ -222,6 +222,13 @@ def test_no_dependent_or_constant_column_passes_by_luck(backend, scale, batch, s
 
 
 @each_backend
+def test_columns_a_hundred_thousand_deviations_from_zero_are_whitened(backend):
+    """Their rounding is a hundredth of their deviation: still signal."""
+    x = torch.randn(4, 200, 8, generator=torch.Generator().manual_seed(0)) + 1e5
+    assert whiten_with_status(x, backend=backend)[1].ok.all()
+
+
+@each_backend
 def test_the_forward_ignores_autocast(backend):
     x = rows_of_condition(2, 33, 8, 1e3).float()
     expected = whiten(x, backend=backend)
