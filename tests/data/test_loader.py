@@ -1,9 +1,11 @@
 """The loader: the same batches however it is started, bad files replaced, errors raised, nothing left behind."""
 
 import io
+import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,9 @@ from pictures import damaged_png, encoded, image, make_folder, png_16_bit
 from PIL import Image
 
 from trainer.config import DataConfig, ViewsConfig
+from trainer.data.bad_images import drop_quarantine_after, read_quarantine
 from trainer.data.index import Index, open_index
-from trainer.data.loader import BadImages, Batch, Request, ViewLoader, eval_requests, own_cores, train_requests
+from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, own_cores, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.views import eval_recipe
 from trainer.errors import InputError
@@ -43,7 +46,7 @@ def planner(index: Index, rows: Rows = WHOLE) -> Planner:
     return Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, rows=rows)
 
 
-def loader(index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, bad=None, **data) -> ViewLoader:
+def loader(index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, kept=None, **data) -> ViewLoader:
     return ViewLoader(
         index,
         RECIPE,
@@ -53,7 +56,8 @@ def loader(index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=
         device=CPU,
         first_step=first,
         end_step=end,
-        record_bad=(lambda name, problem: None) if bad is None else lambda name, problem: bad.append((name, problem)),
+        quarantine=kept,
+        rank=rows.first // rows.count,
     )
 
 
@@ -188,6 +192,10 @@ BAD = {
 }
 
 
+def entries(kept: Path) -> list[dict]:
+    return [json.loads(line) for line in kept.read_text().splitlines()]
+
+
 def spoilt(folder: Path, spoil: dict[int, bytes | None], count: int = IMAGES) -> Index:
     """A set whose files were good when it was indexed (a PNG's header had its size), and changed or vanished since."""
     files = picture_files(count)
@@ -206,10 +214,12 @@ def spoilt(folder: Path, spoil: dict[int, bytes | None], count: int = IMAGES) ->
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_file_is_named_once_and_replaced_by_the_next(tmp_path, kind):
     data, problem = BAD[kind]
-    index, bad = spoilt(tmp_path, {7: data}), []
-    got = keep(loader(index, bad=bad))
-    assert [name for name, _ in bad] == [index.name(7)]
-    assert problem in bad[0][1]
+    index, kept = spoilt(tmp_path, {7: data}), tmp_path / "quarantine.jsonl"
+    got = keep(loader(index, kept=kept))
+    (entry,) = entries(kept)
+    first = next(batch.step for batch in got if 7 in planner(index).plan(batch.step).image_ids)
+    assert (entry["step"], entry["id"], entry["image"], entry["rank"]) == (first, 7, index.name(7), 0)
+    assert problem in entry["problem"]
     seen = 0
     for batch in got:
         wanted = planner(index).plan(batch.step).image_ids
@@ -224,10 +234,10 @@ def test_a_bad_file_is_named_once_and_replaced_by_the_next(tmp_path, kind):
 def test_a_vanished_file_and_bad_neighbours(tmp_path):
     """Replacements may be bad too, at the end of the set as well; each is named once, by whichever reader came upon it."""
     spoil = {5: None, 6: b"", 7: damaged_png(), 8: b"x", 19: None, 0: None}
-    index, bad = spoilt(tmp_path, spoil), []
-    got = keep(loader(index, bad=bad, threads=3))
-    assert sorted(name for name, _ in bad) == sorted(index.name(i) for i in spoil)
-    assert "No such file" in dict(bad)[index.name(5)]
+    index, kept = spoilt(tmp_path, spoil), tmp_path / "quarantine.jsonl"
+    got = keep(loader(index, kept=kept, threads=3))
+    assert sorted(entry["id"] for entry in entries(kept)) == sorted(spoil)
+    assert "No such file" in next(entry["problem"] for entry in entries(kept) if entry["id"] == 5)
     replacement = np.arange(IMAGES)
     replacement[[5, 6, 7, 8]], replacement[[19, 0]] = 9, 1
     for batch in got:
@@ -235,29 +245,111 @@ def test_a_vanished_file_and_bad_neighbours(tmp_path):
     assert same(keep(loader(index, first=6, threads=1)), got[6:])
 
 
-def test_two_readers_that_meet_a_bad_image_name_it_once(index):
-    named = []
-    bad = BadImages(index, 0.01, lambda name, problem: named.append(name))
-    threads = [threading.Thread(target=bad.add, args=(3, "gone")) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert named == [index.name(3)]
+def fails_in_steps(index: Index, image_id: int, steps: range, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A file that can't be read while those steps are prepared, and can before and after; returns the reads asked for."""
+    now, asked, read, plan = [0], [], index.read, Planner.plan
+
+    def plan_and_note(self: Planner, step: int):
+        now[0] = step
+        return plan(self, step)
+
+    def read_or_fail(i: int) -> bytes:
+        asked.append(i)
+        if i == image_id and now[0] in steps:
+            raise PermissionError(13, "Permission denied")
+        return read(i)
+
+    monkeypatch.setattr(Planner, "plan", plan_and_note)
+    monkeypatch.setattr(index, "read", read_or_fail)
+    return asked
+
+
+def test_a_resumed_run_replaces_what_the_unbroken_one_did(index, tmp_path, monkeypatch):
+    """Though the file can be read again by then. One that resumes from before the fault finds it itself, or not."""
+    steps = [step for step in range(STEPS) if 7 in planner(index).plan(step).image_ids]
+    assert len(steps) >= 3, "the plan must ask for the image before, at and after the fault"
+    kept = tmp_path / "quarantine.jsonl"
+    asked = fails_in_steps(index, 7, range(steps[0] + 1, steps[1] + 1), monkeypatch)
+    unbroken = keep(loader(index, kept=kept))
+    shown = [7 in batch.image_ids for batch in unbroken]
+    assert [shown[step] for step in steps[:3]] == [True, False, False]
+    for first in (steps[1] + 1, steps[2]):
+        asked.clear()
+        drop_quarantine_after(kept, first)
+        resumed = loader(index, first=first, kept=kept, threads=1)
+        assert len(resumed.bad.ids) == 1
+        assert same(keep(resumed), unbroken[first:])
+        assert 7 not in asked
+        assert len(entries(kept)) == 1
+    drop_quarantine_after(kept, steps[1])
+    assert entries(kept) == []
+    assert same(keep(loader(index, first=steps[1], kept=kept)), unbroken[steps[1] :])
+    assert [entry["step"] for entry in entries(kept)] == [steps[1]]
+
+
+def test_other_numbers_of_ranks_see_the_same_set(tmp_path):
+    """Two ranks find what they meet and write to one file; one rank, or four, go on as an unbroken run of one."""
+    spoil = dict.fromkeys((2, 9, 13, 14))
+    index, kept = spoilt(tmp_path, spoil), tmp_path / "quarantine.jsonl"
+    one = keep(loader(index))
+    for rows in (Rows(0, 2), Rows(2, 2)):
+        keep(loader(index, rows=rows, end=6, kept=kept))
+    assert {entry["rank"] for entry in entries(kept)} == {0, 1}
+    drop_quarantine_after(kept, 6)
+    known = read_quarantine(kept, 6)
+    for rows in [WHOLE, *(Rows(i, 1) for i in range(4))]:
+        resumed = loader(index, rows=rows, first=6, kept=kept)
+        assert resumed.bad.ids == set(known)
+        for batch, whole in zip(keep(resumed), one[6:], strict=True):
+            np.testing.assert_array_equal(batch.image_ids, whole.image_ids[rows.first :][: rows.count])
 
 
 def test_the_run_stops_where_too_many_are_bad(tmp_path):
-    index, bad = spoilt(tmp_path, dict.fromkeys(range(0, 240, 2)), 240), []
-    with pytest.raises(InputError, match=r"100 of \d+ images read so far can't be used .*max_bad_share 10.0%"):
-        keep(loader(index, bad=bad, end=1000, max_bad_share=0.1))
-    assert 100 <= len(bad) < 110  # what readers have in hand when the error is raised is still named
-    few = spoilt(tmp_path / "few", {0: b"", 1: b""})
-    assert len(keep(loader(few, max_bad_share=0.0))) == STEPS  # two bad files of any set are no reason to stop
+    index, kept = spoilt(tmp_path, dict.fromkeys(range(0, 240, 2)), 240), tmp_path / "quarantine.jsonl"
+    with pytest.raises(
+        InputError, match=r"25 of the 240 images of the set can't be used \(10.42%, more than .* 10.00%"
+    ):
+        keep(loader(index, kept=kept, end=1000, max_bad_share=0.1))
+    assert 25 <= len(entries(kept)) < 35  # what readers have in hand when the error is raised is still named
+    few = spoilt(tmp_path / "few", dict.fromkeys(range(9), b""))
+    assert len(keep(loader(few, max_bad_share=0.0))) == STEPS  # nine bad files of any set are no reason to stop
+
+
+def test_the_images_read_are_counted(index):
+    one = loader(index)
+    keep(one)
+    assert one.bad.images_read == STEPS * PER_STEP
+
+
+def test_what_a_reader_waits_for_can_be_asked(index, monkeypatch):
+    go_on, read, seen = threading.Event(), index.read, []
+
+    def hang(i: int) -> bytes:
+        assert go_on.wait(10)
+        return read(i)
+
+    monkeypatch.setattr(index, "read", hang)
+    one = loader(index, threads=2)
+
+    def watch() -> None:
+        while len(found := one.waiting_for()) < 2:
+            time.sleep(0.001)
+        seen.extend(found)
+        go_on.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    keep(one)
+    watcher.join()
+    assert {name for name, _ in seen} <= {index.name(i) for i in planner(index).plan(0).image_ids}
+    assert one.waiting_for() == []
 
 
 def test_a_set_without_one_good_image_is_refused(tmp_path):
     index = spoilt(tmp_path, dict.fromkeys(range(IMAGES)))
     with pytest.raises(InputError, match="no image of the set"):
+        keep(loader(index, max_bad_share=1.0))
+    with pytest.raises(InputError, match="10 of the 20 images of the set"):
         keep(loader(index))
 
 
@@ -268,8 +360,7 @@ def test_the_process_survives_the_nastiest_bytes(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_loader import *\n"
-        f"bad = []; got = keep(loader(open_index(Path({str(tmp_path)!r}), 'train'), bad=bad))\n"
-        "print(len(got), len(bad))"
+        f"one = loader(open_index(Path({str(tmp_path)!r}), 'train')); print(len(keep(one)), len(one.bad.ids))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from trainer.data.index_build import LAYOUT, build_folder, find_class_names, log_left_out
 from trainer.data.index_file import Columns, IndexContent, read_index, write_index
+from trainer.data.printable import printable
 from trainer.data.shards import (
     TAR_BLOCK,
     build_shards,
@@ -23,6 +25,7 @@ from trainer.data.shards import (
     uncompress_shard,
 )
 from trainer.errors import InputError
+from trainer.files import write_text
 
 CACHE_FOLDER = ".wmse_index"
 MAX_OPEN_SHARDS = 256  # well below the usual limit of 1,024 open files; shards beyond it are opened for each read
@@ -33,7 +36,7 @@ _log = logging.getLogger(__name__)
 class Index:
     """The images of one split, memory-mapped; made by `open_index`.
 
-    labels, heights, widths: (n,) int32, n = len(index); label -1: none; pixels as stored. class_names: by label.
+    labels, heights, widths: (n,) int32, n = len(index); label -1: none; pixels as stored. class_names: by label. root: folder.
     fingerprint: equal only for the same images, order and labels. Safe to use from many threads.
     """
 
@@ -46,6 +49,7 @@ class Index:
         self.heights: npt.NDArray[np.int32] = columns["height"]
         self.widths: npt.NDArray[np.int32] = columns["width"]
         self._columns: Columns = columns
+        self.root = root
         self._folder = root / self.split
         self._shards = shards
         self._descriptors: dict[int, int] = {}
@@ -63,21 +67,28 @@ class Index:
         return "convert" if self._columns["kind"][i] else "direct"
 
     def name(self, i: int) -> str:
-        """For messages: CLASS/FILE, or SHARD/MEMBER."""
+        """For messages: CLASS/FILE, or SHARD/MEMBER, control characters escaped."""
         if self._shards is None:
-            return f"{self.class_names[self.labels[i]]}/{self._base_name(i)}"
-        return f"{self._shards[self._columns['shard'][i]].name}/{self._base_name(i)}"
+            return printable(self._file_name(i))
+        return printable(f"{self._shards[self._columns['shard'][i]].name}/{self._base_name(i)}")
 
     def read(self, i: int) -> bytes:
         """Image i's bytes. Raises OSError naming the file where it is gone, cut or unreadable."""
         if self._shards is None:
-            return (self._folder / self.name(i)).read_bytes()
+            return _read_file(self._folder, self._file_name(i))
         number = int(self._columns["shard"][i])
         nbytes, offset = int(self._columns["nbytes"][i]), TAR_BLOCK * int(self._columns["block"][i])
-        data = self._read_shard(number, nbytes, offset)
+        try:
+            data = self._read_shard(number, nbytes, offset)
+        except OSError as error:
+            error.filename = error.filename or str(self._shards[number])  # pread knows no name
+            raise
         if len(data) != nbytes:
             raise OSError(f"{self._shards[number]}: cut: image {self.name(i)} has {len(data)} of {nbytes} bytes")
         return data
+
+    def _file_name(self, i: int) -> str:
+        return f"{self.class_names[self.labels[i]]}/{self._base_name(i)}"
 
     def _base_name(self, i: int) -> str:
         ends = self._columns["name_end"]
@@ -93,9 +104,44 @@ class Index:
                     self._descriptors[number] = os.open(self._shards[number], os.O_RDONLY)
             descriptor = self._descriptors.get(number)
         if descriptor is not None:
-            return os.pread(descriptor, nbytes, offset)
+            try:
+                return os.pread(descriptor, nbytes, offset)
+            except OSError:
+                _reopen(self._shards[number], descriptor)
+                return os.pread(descriptor, nbytes, offset)
         with self._shards[number].open("rb", buffering=0) as file:
             return os.pread(file.fileno(), nbytes, offset)
+
+
+def _read_file(folder: Path, name: str) -> bytes:
+    """FOLDER/NAME, the name from an index that may be anyone's. What is no plain file could be waited for without end."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise OSError(f"{folder}: the index names a file outside of it: {printable(name)}")
+    path = folder / name
+    with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path}: not a plain file any more")
+        try:
+            return file.readall()
+        except OSError as error:
+            error.filename = str(path)
+            raise
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """An opener for `open`: a named pipe that nobody writes to is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _reopen(path: Path, descriptor: int) -> None:
+    """Put the file as it is now behind an open descriptor: one of NFS or FUSE may stay dead after the fault has passed.
+
+    In one step: other threads are reading by this number."""
+    fresh = os.open(path, os.O_RDONLY)
+    try:
+        os.dup2(fresh, descriptor, inheritable=False)
+    finally:
+        os.close(fresh)
 
 
 def open_index(root: Path, split: str, *, cache_dir: Path | None = None, progress: bool = False) -> Index:
@@ -200,11 +246,13 @@ def find_cache(root: Path, cache_dir: Path | None) -> Path:
     """The folder for what is built from ROOT: the first that can be written, made where missing, kept out of git."""
     own_name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=8).hexdigest()
     candidates = [cache_dir / own_name] if cache_dir else [user_cache() / own_name]
-    if cache_dir is None and root.stat().st_mode & 0o222:  # what is marked read-only is left alone, by root too
-        candidates.insert(0, root / CACHE_FOLDER)
+    inside = root / CACHE_FOLDER
+    # what is marked read-only is left alone, by root too; a link in somebody's set could lead anywhere
+    if cache_dir is None and root.stat().st_mode & 0o222 and not inside.is_symlink():
+        candidates.insert(0, inside)
     for folder in candidates:
         with contextlib.suppress(OSError):  # not writable: the next one, or the error below
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".gitignore").write_text("*\n")
+            write_text(folder / ".gitignore", "*\n")  # a new file each time: a link that stood there is not followed
             return folder
     raise InputError(f"{folder}: cannot be written, but the index of {root} must be kept: name a cache folder that can")

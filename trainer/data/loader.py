@@ -9,14 +9,13 @@ Shapes: N images of this rank in the step, d views, S pixels a side.
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,14 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import DataConfig, ViewsConfig
-from trainer.data.formats import decode_fully, inspect_image, to_direct
+from trainer.data.bad_images import BadImages, read_quarantine
+from trainer.data.formats import decode_fully
 from trainer.data.index import Index
 from trainer.data.plan import Planner
+from trainer.data.reading import ImageReader
 from trainer.data.views import Placement, eval_arrays, view_arrays, view_pipeline
 from trainer.errors import InputError
-
-_log = logging.getLogger(__name__)
-_BAD_BEFORE_SHARE_COUNTS = 100
 
 
 def own_cores() -> int:
@@ -81,40 +79,12 @@ def eval_requests(recipe: ViewsConfig, image_ids: NDArray[np.int64], batch_size:
     return request
 
 
-@dataclass
-class BadImages:
-    """Images that could not be used, each named once in the log and to `record`."""
-
-    index: Index
-    max_share: float
-    record: Callable[[str, str], None]  # name of the image, what is wrong
-
-    def __post_init__(self) -> None:
-        self.ids: set[int] = set()
-        self.images_read = 0
-        self._lock = threading.Lock()  # two readers may come upon one bad image, as its own and as a replacement
-
-    def add(self, image_id: int, problem: str) -> None:
-        """Name the image, once. Raises InputError where too many are bad."""
-        with self._lock:
-            if image_id in self.ids:
-                return
-            self.ids.add(image_id)
-        name = self.index.name(image_id)
-        _log.warning("can't use %s: %s; the next image of the set takes its place", name, problem)
-        self.record(name, problem)
-        share = len(self.ids) / max(self.images_read, 1)
-        if len(self.ids) >= _BAD_BEFORE_SHARE_COUNTS and share > self.max_share:
-            raise InputError(
-                f"{len(self.ids)} of {self.images_read} images read so far can't be used ({share:.1%}, more than "
-                f"data.max_bad_share {self.max_share:.1%}), last {name}: {problem}. Run `wmse check-data` on the set."
-            )
-
-
 class ViewLoader:
     """Iterates over the batches of steps first_step <= step < end_step, in order; one iteration at a time.
 
     Threads and pipeline live as long as the iteration. An error of a reader is raised when its step's turn comes.
+    quarantine: RUN_DIR/quarantine.jsonl, whose entries before first_step are known from the start and to which `rank`
+    appends; None: nothing is known, nothing written.
     """
 
     def __init__(
@@ -128,11 +98,15 @@ class ViewLoader:
         device: torch.device,
         first_step: int,
         end_step: int,
-        record_bad: Callable[[str, str], None] = lambda name, problem: None,
+        quarantine: Path | None = None,
+        rank: int = 0,
+        record_bad: Callable[[str, str], None] | None = None,
     ) -> None:
         self.index, self.recipe, self.requests = index, recipe, requests
         self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
-        self.bad = BadImages(index, config.max_bad_share, record_bad)
+        known = read_quarantine(quarantine, first_step) if quarantine else {}
+        self.bad = BadImages(index, config.max_bad_share, known, quarantine, rank, record_bad)
+        self._reader = ImageReader(index)
         threads = config.threads or own_cores()
         self._place = Placement(device.index or 0 if device.type == "cuda" else None, threads, 2)
         self._ahead = config.read_ahead_steps
@@ -157,6 +131,10 @@ class ViewLoader:
             self._pipe = None
             for pool in (self._preparer, self._readers):
                 pool.shutdown(wait=True, cancel_futures=True)
+
+    def waiting_for(self) -> list[tuple[str, float]]:
+        """(name, seconds) of each image that a reader is waiting for just now, the longest first; from any thread."""
+        return self._reader.waiting_for()
 
     def _start(self, step: int) -> None:
         self._next_step = step
@@ -202,42 +180,27 @@ class ViewLoader:
                 try:
                     decode_fully(data.tobytes())
                 except InputError as error:
-                    self.bad.add(int(image_id), str(error))
+                    self.bad.add(int(image_id), str(error), prepared.step)
         return len(self.bad.ids) > before
 
     def _prepare(self, step: int) -> Prepared:
         request = self.requests(step)
-        usable = list(self._readers.map(self._usable, request.image_ids.tolist()))
+        self.bad.images_read += len(request.image_ids)
+        usable = list(self._readers.map(partial(self._usable, step), request.image_ids.tolist()))
         ids = np.array([image_id for image_id, _ in usable], dtype=np.int64)
         arrays = request.arrays(self.index.heights[ids], self.index.widths[ids])
         return Prepared(step, ids, [[np.frombuffer(data, np.uint8) for _, data in usable], *arrays])
 
-    def _usable(self, image_id: int) -> tuple[int, bytes]:
+    def _usable(self, step: int, image_id: int) -> tuple[int, bytes]:
         """The image, or the next one of the set that can be used, with bytes that DALI decodes."""
         for offset in range(len(self.index)):
             candidate = (image_id + offset) % len(self.index)
             if candidate not in self.bad.ids:
-                self.bad.images_read += 1
-                data, problem = self._read(candidate)
+                data, problem = self._reader.read(candidate)
                 if problem is None:
                     return candidate, data
-                self.bad.add(candidate, problem)
+                self.bad.add(candidate, problem, step)
         raise InputError("no image of the set can be used; run `wmse check-data` on it")
-
-    def _read(self, image_id: int) -> tuple[bytes, str | None]:
-        try:
-            data = self.index.read(image_id)
-            info = inspect_image(data)
-            if info.kind == "convert":
-                data = to_direct(data)
-        except (OSError, InputError) as error:
-            return b"", str(error)
-        if info.kind == "bad":
-            return b"", info.problem
-        expected = int(self.index.heights[image_id]), int(self.index.widths[image_id])
-        if (info.height, info.width) != expected:
-            return b"", f"is {info.height}x{info.width} pixels, {expected[0]}x{expected[1]} when the index was built"
-        return data, None
 
     def _collect(self, outputs: Any, count: int, slot: int) -> torch.Tensor:
         """The view-major tensor of a batch: the one copy of the pixels."""

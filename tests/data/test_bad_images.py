@@ -1,0 +1,234 @@
+"""Images that can't be used: named once, written down, known to a resumed run, and too many of them stop it."""
+
+import json
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trainer.data.bad_images import BadImages, drop_quarantine_after, read_quarantine
+from trainer.errors import InputError
+
+
+@dataclass
+class FewNames:
+    """What is asked of an index."""
+
+    count: int = 1000
+    root: Path = Path("/the set")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, i: int) -> str:
+        return f"c/{i}.jpg"
+
+
+def entry(step: int, i: int, rank: int = 0) -> dict:
+    return {"step": step, "id": i, "image": f"c/{i}.jpg", "problem": "gone", "rank": rank}
+
+
+def write(path: Path, *entries: dict, rest: str = "") -> Path:
+    path.write_text("".join(json.dumps(e) + "\n" for e in entries) + rest)
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def quarantine(tmp_path: Path) -> Path:
+    return tmp_path / "quarantine.jsonl"
+
+
+# --- the file ---
+
+
+def test_what_is_written_is_read_again(quarantine: Path) -> None:
+    BadImages(FewNames(), 0.1, quarantine=quarantine, rank=3).add(7, "cut", step=5)
+    assert read(quarantine) == [{"step": 5, "id": 7, "image": "c/7.jpg", "problem": "cut", "rank": 3}]
+    assert read_quarantine(quarantine, 6) == {7: "c/7.jpg"}
+    assert read_quarantine(quarantine, 5) == {}, "what step 5 found, a run that begins with step 5 finds itself"
+
+
+def test_a_run_without_a_file_knows_nothing_and_makes_none(quarantine: Path) -> None:
+    assert read_quarantine(quarantine, 9) == {}
+    drop_quarantine_after(quarantine, 9)
+    assert not quarantine.exists()
+
+
+def test_later_entries_and_second_ones_go(quarantine: Path) -> None:
+    write(quarantine, entry(2, 7), entry(4, 8, rank=1), entry(3, 7, rank=1), entry(5, 9), entry(6, 8), entry(4, 1))
+    assert read_quarantine(quarantine, 5) == {7: "c/7.jpg", 8: "c/8.jpg", 1: "c/1.jpg"}
+    drop_quarantine_after(quarantine, 5)
+    assert read(quarantine) == [entry(2, 7), entry(4, 8, rank=1), entry(4, 1)]
+
+
+def test_a_file_that_is_right_is_not_written_again(quarantine: Path) -> None:
+    write(quarantine, entry(2, 7), entry(4, 8))
+    before = quarantine.stat().st_ino
+    drop_quarantine_after(quarantine, 5)
+    assert quarantine.stat().st_ino == before
+
+
+NO_ENTRIES = {
+    "torn": '{"step": 2, "id": 7, "ima',
+    "another program's": '{"image": "c/7.jpg", "problem": "gone"}',
+    "no JSON": "\x00\x00",
+    "a number": "7",
+    "id no number": json.dumps({**entry(2, 7), "id": "7"}),
+    "id below 0": json.dumps(entry(2, -7)),
+    "step a truth": json.dumps({**entry(2, 7), "step": True}),
+    "name a list": json.dumps({**entry(2, 7), "image": ["x"]}),
+    "brackets without end": "[" * 100_000,
+    "digits without end": '{"step": ' + "1" * 10_000,
+}
+
+
+@pytest.mark.parametrize("kind", NO_ENTRIES)
+def test_a_line_that_is_no_entry_is_passed_over(kind: str, quarantine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(quarantine, entry(1, 3), rest=NO_ENTRIES[kind])
+    assert read_quarantine(quarantine, 5) == {3: "c/3.jpg"}
+    assert f"{quarantine}: line 2 is torn or no entry" in caplog.text
+    drop_quarantine_after(quarantine, 5)
+    assert read(quarantine) == [entry(1, 3)]
+
+
+def test_ranks_that_write_at_once_do_not_mix_their_lines(quarantine: Path) -> None:
+    many = [BadImages(FewNames(), 1.0, quarantine=quarantine, rank=rank) for rank in range(4)]
+
+    def add_all(bad: BadImages) -> None:
+        for i in range(bad.rank, 200, 4):
+            bad.add(i, "x" * 300, step=0)
+
+    threads = [threading.Thread(target=add_all, args=(bad,)) for bad in many]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(read_quarantine(quarantine, 1)) == list(range(200))
+
+
+def test_one_line_is_one_write_at_the_end(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As several nodes need it: what another process appended meanwhile stays."""
+    written, flags = [], []
+    write_once, open_once = os.write, os.open
+    monkeypatch.setattr(os, "open", lambda path, flag, mode=0: (flags.append(flag), open_once(path, flag, mode))[1])
+    monkeypatch.setattr(os, "write", lambda fd, data: (written.append(data), write_once(fd, data))[1])
+    BadImages(FewNames(), 0.1, quarantine=quarantine).add(1, "cut", step=0)
+    assert len(written) == 1
+    assert written[0].endswith(b"\n")
+    assert flags[0] & os.O_APPEND
+
+
+def test_a_full_disk_costs_the_line_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = BadImages(FewNames(), 0.1, quarantine=tmp_path / "no such folder" / "quarantine.jsonl")
+    bad.add(1, "cut", step=0)
+    assert bad.ids == {1}
+    assert "a resumed run will have to find c/1.jpg again" in caplog.text
+
+
+def test_names_that_are_no_text_are_written(quarantine: Path) -> None:
+    """A file name may hold any bytes: line ends, quotes, what is no UTF-8."""
+
+    class Odd(FewNames):
+        def name(self, i: int) -> str:
+            return "c/a\udcff\n\"</script>'ü.jpg"
+
+    BadImages(Odd(), 0.1, quarantine=quarantine).add(1, 'no\n"picture"\x1b[2J', step=0)
+    assert quarantine.read_bytes().count(b"\n") == 1
+    assert quarantine.read_bytes().isascii()
+    assert read_quarantine(quarantine, 1) == {1: Odd().name(1)}
+
+
+# --- what a run knows ---
+
+
+def test_a_resumed_run_knows_counts_and_does_not_name_again(quarantine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(quarantine, entry(2, 7), entry(3, 8, rank=1))
+    bad = BadImages(FewNames(), 0.1, read_quarantine(quarantine, 5), quarantine)
+    assert bad.ids == {7, 8}
+    bad.add(7, "gone", step=6)
+    assert caplog.text == ""
+    bad.add(9, "cut", step=6)
+    assert bad.ids == {7, 8, 9}
+    assert len(read(quarantine)) == 3
+
+
+def test_entries_about_another_set_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """--allow_changes may have brought other files under the same numbers."""
+    bad = BadImages(FewNames(count=8), 0.1, {7: "c/7.jpg", 6: "c/other.jpg", 8: "c/8.jpg"})
+    assert bad.ids == {7}
+    assert "2 entries are not about this set" in caplog.text
+
+
+def test_one_warning_an_image(caplog: pytest.LogCaptureFixture) -> None:
+    bad = BadImages(FewNames(), 0.1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            bad.add(7, "cut\nshort", step=0)
+    (record,) = caplog.records
+    assert record.getMessage() == "can't use c/7.jpg: cut\\nshort; the next image of the set takes its place"
+
+
+# --- too many ---
+
+
+def add(bad: BadImages, count: int, first: int = 0) -> None:
+    for i in range(first, first + count):
+        bad.add(i, "cut", step=0)
+
+
+def test_a_share_of_a_small_set_stops_the_run_from_ten_on() -> None:
+    bad = BadImages(FewNames(500), 0.01)
+    add(bad, 9)
+    with pytest.raises(InputError) as caught:
+        add(bad, 1, first=9)
+    message = str(caught.value)
+    assert message.startswith(
+        "10 of the 500 images of the set can't be used (2.00%, more than data.max_bad_share 1.00%)"
+    )
+    assert "the last c/9.jpg: cut" in message
+    assert "`wmse check-data /the set`" in message
+
+
+@pytest.mark.parametrize(("images", "share", "most"), [(500, 0.1, 50), (10_000, 0.0, 9), (20, 0.0, 9), (20, 1.0, 20)])
+def test_so_many_of_the_set_may_be_bad(images: int, share: float, most: int) -> None:
+    bad = BadImages(FewNames(images), share)
+    bad.images_read = 1 << 40  # the other rule is not asked
+    add(bad, most)
+    if most < images:
+        with pytest.raises(InputError, match=f"{most + 1} of the {images} images of the set"):
+            add(bad, 1, first=most)
+
+
+def test_a_share_of_those_read_stops_the_run_from_a_hundred_on() -> None:
+    """A large set whose files vanish must not read all of it first."""
+    bad = BadImages(FewNames(1_000_000), 0.01)
+    bad.images_read = 1000
+    add(bad, 99)
+    with pytest.raises(InputError, match=r"^100 of the 1000 images read so far can't be used \(10.00%"):
+        add(bad, 1, first=99)
+    fine = BadImages(FewNames(1_000_000), 0.01)
+    fine.images_read = 50_000
+    add(fine, 500)
+    with pytest.raises(InputError, match=r"^501 of the 50000 images read"):
+        add(fine, 1, first=500)
+
+
+def test_known_images_are_no_share_of_what_this_run_read() -> None:
+    """150 of a million known, and one more among the first few images: no reason to stop."""
+    known = {i: f"c/{i}.jpg" for i in range(150)}
+    bad = BadImages(FewNames(1_000_000), 0.01, known)
+    bad.images_read = 16
+    add(bad, 1, first=150)
+    assert len(bad.ids) == 151
+
+
+def test_a_run_that_knows_too_many_does_not_begin(quarantine: Path) -> None:
+    with pytest.raises(InputError, match=r"20 of the 100 images of the set can't be used.*all named in .*quarantine"):
+        BadImages(FewNames(100), 0.1, {i: f"c/{i}.jpg" for i in range(20)}, quarantine)

@@ -1,0 +1,192 @@
+"""Passing faults of a file system are waited out, and what is being read can be seen while it hangs."""
+
+import errno
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from pictures import encoded, make_folder, make_tar
+
+import trainer.data.reading as reading
+from trainer.data.index import Index, open_index
+from trainer.data.reading import ImageReader
+
+PICTURES = {f"train/c/{i}.png": encoded("PNG") for i in range(4)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Index:
+    return open_index(make_folder(tmp_path / "folder", PICTURES), "train")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Index:
+    for number in range(2):
+        members = [
+            (f"{number}{i}.{kind}", encoded("PNG") if kind == "png" else b"0")
+            for i in range(2)
+            for kind in ("png", "cls")
+        ]
+        make_tar(tmp_path / f"tars/train-{number:06d}.tar", members)
+    return open_index(tmp_path / "tars", "train")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What was waited; nothing is."""
+    waited: list[float] = []
+    monkeypatch.setattr(reading.time, "sleep", waited.append)
+    return waited
+
+
+def failing(index: Index, monkeypatch: pytest.MonkeyPatch, *errors: OSError) -> list[int]:
+    """The next reads fail with these errors; returns the list of reads asked for."""
+    asked, left, read = [], list(errors), index.read
+
+    def read_or_fail(i: int) -> bytes:
+        asked.append(i)
+        if left:
+            raise left.pop(0)
+        return read(i)
+
+    monkeypatch.setattr(index, "read", read_or_fail)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOTCONN]
+)
+def test_a_passing_fault_is_waited_out(folder, pauses, monkeypatch, number):
+    asked = failing(folder, monkeypatch, *[OSError(number, os.strerror(number), "x")] * 2)
+    data, problem = ImageReader(folder).read(1)
+    assert (data, problem) == (PICTURES["train/c/1.png"], None)
+    assert asked == [1, 1, 1]
+    assert pauses == [0.1, 1.0]
+
+
+def test_after_three_tries_the_image_is_put_down(folder, pauses, monkeypatch):
+    asked = failing(folder, monkeypatch, *[OSError(errno.EIO, "Input/output error", "/x/1.png")] * 3)
+    data, problem = ImageReader(folder).read(1)
+    assert data == b""
+    assert problem == "[Errno 5] Input/output error: '/x/1.png' (3 tries)"
+    assert len(asked) == 3
+    assert pauses == [0.1, 1.0]
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, None]
+)
+def test_what_will_not_pass_is_not_tried_again(folder, pauses, monkeypatch, number):
+    """None: a tar that is cut."""
+    error = OSError("cut") if number is None else OSError(number, os.strerror(number), "x")
+    asked = failing(folder, monkeypatch, error)
+    assert ImageReader(folder).read(1)[1] == str(error)
+    assert (asked, pauses) == ([1], [])
+
+
+def test_content_is_not_read_again(folder, pauses, tmp_path, monkeypatch):
+    (tmp_path / "folder/train/c/1.png").write_bytes(b"<html>")
+    asked = failing(folder, monkeypatch)
+    assert "no readable picture" in ImageReader(folder).read(1)[1]
+    assert (asked, pauses) == ([1], [])
+
+
+def test_passing_faults_are_said_once_a_run(folder, pauses, monkeypatch, caplog):
+    error = OSError(errno.EIO, "Input/output error", "/x/1\n.png")
+    reader = ImageReader(folder)
+    with caplog.at_level(logging.WARNING):
+        for i in range(3):
+            failing(folder, monkeypatch, error)
+            assert reader.read(i)[1] is None
+    (record,) = caplog.records
+    assert "'/x/1\\n.png'" in record.getMessage()
+    assert "another try read it" in record.getMessage()
+
+
+# --- kept descriptors ---
+
+
+def test_a_shards_stale_descriptor_is_opened_anew(shards, monkeypatch, tmp_path):
+    """The number stays, for other threads read by it; behind it is the file as it lies there now."""
+    before = [shards.read(i) for i in range(4)]
+    numbers = dict(shards._descriptors)
+    old = tmp_path / "tars/train-000000.tar"
+    fresh = tmp_path / "fresh.tar"
+    fresh.write_bytes(old.read_bytes())
+    os.replace(fresh, old)
+    stale = {os.fstat(fd).st_ino for fd in numbers.values()}
+    pread = os.pread
+
+    def stale_pread(fd: int, count: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino in stale and os.fstat(fd).st_nlink == 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return pread(fd, count, offset)
+
+    monkeypatch.setattr(os, "pread", stale_pread)
+    opened_before = len(os.listdir("/proc/self/fd"))
+    assert [shards.read(i) for i in range(4)] == before
+    assert shards._descriptors == numbers
+    assert os.fstat(numbers[0]).st_ino == old.stat().st_ino
+    assert len(os.listdir("/proc/self/fd")) == opened_before
+
+
+def test_a_fault_that_does_not_pass_names_the_shard(shards, pauses, monkeypatch, tmp_path):
+    def broken(fd: int, count: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    shards.read(0)
+    monkeypatch.setattr(os, "pread", broken)
+    assert (
+        ImageReader(shards).read(0)[1] == f"[Errno 5] Input/output error: '{tmp_path}/tars/train-000000.tar' (3 tries)"
+    )
+
+
+# --- what is being read ---
+
+
+def test_what_hangs_is_named_with_its_time_longest_first(folder, monkeypatch):
+    go_on, read = threading.Event(), folder.read
+
+    def slow(i: int) -> bytes:
+        assert go_on.wait(10)
+        return read(i)
+
+    monkeypatch.setattr(folder, "read", slow)
+    reader = ImageReader(folder)
+    assert reader.waiting_for() == []
+    threads = []
+    for i in (2, 0):
+        threads.append(threading.Thread(target=reader.read, args=(i,)))
+        threads[-1].start()
+        while len(reader.waiting_for()) < len(threads):
+            time.sleep(0.001)
+    time.sleep(0.05)
+    (first, longest), (second, shorter) = reader.waiting_for()
+    assert (first, second) == (folder.name(2), folder.name(0))
+    assert 0.05 <= shorter <= longest < 5
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert reader.waiting_for() == []
+
+
+def test_an_error_ends_the_wait(folder, monkeypatch):
+    failing(folder, monkeypatch, MemoryError())
+    reader = ImageReader(folder)
+    with pytest.raises(MemoryError):
+        reader.read(1)
+    assert reader.waiting_for() == []
+
+
+def test_a_pipe_where_a_picture_was_is_not_waited_for(folder, tmp_path):
+    path = tmp_path / "folder/train/c/1.png"
+    path.unlink()
+    os.mkfifo(path)
+    assert ImageReader(folder).read(1)[1] == f"{path}: not a plain file any more"
+    path.unlink()
+    path.mkdir()
+    assert "Is a directory" in ImageReader(folder).read(1)[1]
+    assert str(path) in ImageReader(folder).read(1)[1]
