@@ -2,28 +2,36 @@
 
 A file is a dict that `torch.load(weights_only=True)` reads:
     format, step (updates made), model (plain names: encoder.*, projector.*), optimizer, config (dotted name: value),
-    plan_version, data (fingerprint of the training split, number of images), world_size, loss_sums (of the open log line)
+    plan_version, data (fingerprint of the training split, number of images), world_size, loss_sums (of the open log line),
+    sha256 (of all the rest, see `content_digest`)
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import pickle
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.errors import InputError
 from trainer.files import atomic_write
 
-FORMAT = 1
+FORMAT = 2
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step_(\d{8,})\.pt")
 _PREFIXES = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
+# what a safe load raises of a file with flipped bytes (each was tried in a small one); MemoryError is not among them
+_UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
+    *(OverflowError, pickle.UnpicklingError, zipfile.BadZipFile),
+)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -37,34 +45,138 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int) -> Path:
-    """Write the checkpoint of content["step"], then delete all but the newest `keep_last`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, keep_every_steps: int = 0) -> Path:
+    """Write the checkpoint of content["step"]; once it is safely in place, delete those before it but for the newest
+    `keep_last` (this one counts) and for steps that are a multiple of `keep_every_steps` (0: none).
+
+    The folder is made where only it is missing. Raises OSError where the file can't be written (it leaves nothing then, and
+    what was there before stays), TypeError for content that is neither tensors nor plain values."""
+    folder.mkdir(exist_ok=True)  # without parents: a run folder that has gone is a disk that has gone
     for rest in folder.glob(".step_*"):  # of a save that was killed
-        rest.unlink()
+        _delete(rest)
+    whole = {**content, "format": FORMAT, "model": plain_names(content["model"])}
+    whole = map_tensors(whole, lambda _, tensor: tensor.detach())
+    whole["sha256"] = content_digest(whole)
     path = checkpoint_path(folder, content["step"])
     with atomic_write(path) as file:
-        torch.save({"format": FORMAT, **content}, file)
-    for _, old in list_checkpoints(folder)[:-keep_last]:
-        old.unlink()
+        _write(whole, file)
+    for old_step, old in [(s, p) for s, p in list_checkpoints(folder) if s <= content["step"]][:-keep_last]:
+        if not keep_every_steps or old_step % keep_every_steps:
+            _delete(old)
     return path
 
 
+def _delete(path: Path) -> None:
+    """What can't be deleted costs room on the disk, and nothing else."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("can't delete the old %s: %s", path, error.strerror)
+
+
+def _write(content: dict[str, Any], file: BinaryIO) -> None:
+    """torch.save. Raises the OSError of the file's first write that failed."""
+    into = _NeverFails(file)
+    torch.save(content, into)  # type: ignore[arg-type] # it asks for write and flush only
+    if into.error is not None:
+        raise into.error
+
+
+class _NeverFails:
+    """torch's zip writer makes an OSError (a full disk) a RuntimeError about positions in the file. So it is not shown any:
+    the first one is kept, and what comes after is dropped. Half the time of going through a buffer in memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: memoryview) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """`atomic_write` flushes, where a failure is seen."""
+
+
+def map_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
+    """The same nested dicts, lists and tuples anew, every tensor replaced by change(path, tensor).
+
+    Raises TypeError for what a safe load would refuse: anything but these, tensors, and plain values."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change, (*path, key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(item, change, (*path, number)) for number, item in enumerate(value))
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    where = ".".join(map(str, path))
+    raise TypeError(f"a checkpoint holds tensors and plain values only, not a {type(value).__name__} as {where}")
+
+
+def content_digest(content: dict[str, Any]) -> str:
+    """SHA-256 over all of a checkpoint but its own "sha256", as a hex string: of every tensor its place, dtype, shape and
+    bytes, of every value its place and repr. The order of a dict's keys does not count, nor tuple or list."""
+    digest = hashlib.sha256()
+    _feed(digest, {key: value for key, value in content.items() if key != "sha256"}, ())
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any, path: tuple[Any, ...]) -> None:
+    if isinstance(value, Tensor):
+        dense = value.detach()
+        strides = dense.stride()
+        order = sorted(range(dense.dim()), key=lambda axis: -strides[axis])  # channels_last is not copied
+        data = dense.permute(order).contiguous().view(-1).view(torch.uint8).numpy()
+        digest.update(f"{path!r} {dense.dtype} {tuple(dense.shape)} {order}\n".encode())
+        digest.update(data)  # without the GIL
+    elif isinstance(value, dict):
+        digest.update(f"{path!r} dict of {len(value)}\n".encode())
+        for key in sorted(value, key=repr):
+            _feed(digest, value[key], (*path, key))
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{path!r} list of {len(value)}\n".encode())
+        for number, item in enumerate(value):
+            _feed(digest, item, (*path, number))
+    else:
+        digest.update(f"{path!r} {value!r}\n".encode())
+
+
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of one file, on the CPU. Raises InputError where it is missing, broken or of another format."""
+    """The content of one file, on the CPU. Raises InputError where it is missing, broken, of another format, or not what was
+    saved."""
     if not path.is_file():
         raise InputError(f"no checkpoint {path}")
-    if not zipfile.is_zipfile(path):  # torch would take it for its format of before 2020 and fail in many ways
-        raise InputError(f"can't read checkpoint {path}: it is cut off, damaged or not one")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        content, digest = _read(path)
+    except InputError:
+        raise
+    except _UNREADABLE as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"can't read checkpoint {path}: {reason}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or "model" not in content:
-        raise InputError(f"{path} is no checkpoint of this program (format {FORMAT} expected)")
+    if content.get("sha256") != digest:
+        raise InputError(
+            f"can't read checkpoint {path}: its content is not what was saved "
+            f"(sha256 {digest[:16]}..., saved {str(content.get('sha256'))[:16]}...)"
+        )
     content["model"] = plain_names(content["model"])
     return content
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """Content and its digest."""
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):  # torch would take it for its format of before 2020 and fail in many ways
+            raise InputError(f"can't read checkpoint {path}: it is cut off, damaged or not one")
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT or not isinstance(content.get("model"), dict):
+        raise InputError(f"{path} is no checkpoint of this program (format {FORMAT} expected, found {found})")
+    return content, content_digest(content)
 
 
 def load_newest(folder: Path) -> dict[str, Any] | None:
@@ -107,8 +219,8 @@ def plain_names(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strip(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
+    while name.startswith(_PREFIXES):  # in either order
+        name = name.partition(".")[2]
     return name.replace("._orig_mod.", ".")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +22,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         os.chmod(temporary, 0o644)  # mkstemp's files are private; results are shared
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with suppress(OSError):  # the folder may have gone: what went wrong first is what is told
+            os.unlink(temporary)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

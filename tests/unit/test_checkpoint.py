@@ -1,10 +1,17 @@
 """Checkpoints are complete, never torn, read safely, and found by number."""
 
+import errno
 import os
+import pickle
+import resource
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +19,10 @@ from torch import nn
 from tests.conftest import ROOT
 from trainer.batch_norm import BatchNormStatistics
 from trainer.checkpoint import (
+    FORMAT,
+    checkpoint_path,
     choose_checkpoint,
+    content_digest,
     list_checkpoints,
     load_checkpoint,
     load_encoder,
@@ -24,14 +34,55 @@ from trainer.checkpoint import (
 from trainer.errors import InputError
 
 
-def save(folder: Path, step: int, keep_last: int = 3) -> Path:
-    return save_checkpoint(folder, {"step": step, "model": {"w": torch.full((3,), float(step))}}, keep_last)
+def save(folder: Path, step: int, keep_last: int = 3, keep_every_steps: int = 0) -> Path:
+    content = {"step": step, "model": {"w": torch.full((3,), float(step))}}
+    return save_checkpoint(folder, content, keep_last, keep_every_steps)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [step for step, _ in list_checkpoints(folder)]
 
 
 def test_keeps_the_newest_by_number(tmp_path: Path) -> None:
-    for step in (1, 99_999_999, 100_000_001, 50):  # the last is the lowest but one: numbers decide, not times
+    for step in (100_000_001, 1, 99_999_999, 100_000_001):  # numbers decide, not times or the alphabet
         save(tmp_path, step, keep_last=2)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [99_999_999, 100_000_001]
+    assert steps_in(tmp_path) == [99_999_999, 100_000_001]
+
+
+def test_what_was_just_saved_stays_although_there_are_later_ones(tmp_path: Path) -> None:
+    """A run goes on from step 200 where 300 and 400 are broken: its next checkpoint is the best there is."""
+    for step in (100, 200, 300, 400, 250):
+        save(tmp_path, step, keep_last=2)
+    assert steps_in(tmp_path) == [250, 300, 400]
+
+
+def test_multiples_of_keep_every_steps_stay(tmp_path: Path) -> None:
+    for step in (30, 100, 130, 200, 230, 250):
+        save(tmp_path, step, keep_last=2, keep_every_steps=100)
+    assert steps_in(tmp_path) == [100, 200, 230, 250]
+    save(tmp_path, 260, keep_last=1)
+    assert steps_in(tmp_path) == [260]
+
+
+def test_nothing_is_deleted_before_the_new_one_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    real, there = os.replace, []
+
+    def replace(*names: str) -> None:
+        there.append(steps_in(tmp_path))
+        real(*names)
+
+    monkeypatch.setattr(os, "replace", replace)
+    save(tmp_path, 2, keep_last=1)
+    assert (there, steps_in(tmp_path)) == ([[1]], [2])
+
+
+def test_an_old_one_that_can_t_be_deleted_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint_path(tmp_path, 1).mkdir()  # unlink refuses a folder, whoever asks
+    save(tmp_path, 2, keep_last=1)
+    assert steps_in(tmp_path) == [1, 2]
+    assert "can't delete the old" in caplog.text
+    assert "step_00000001.pt" in caplog.text
 
 
 def test_loads_what_was_saved_with_weights_only(tmp_path: Path) -> None:
@@ -65,6 +116,34 @@ def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000002.pt"]
 
 
+@contextmanager
+def files_up_to(limit: int) -> Iterator[None]:
+    """The system refuses to let a file grow beyond so many bytes, as a full disk or a quota would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 1_000_000, 4_000_000, 8_000_100])
+def test_a_full_disk_is_an_oserror_and_leaves_the_old_ones(limit: int, tmp_path: Path) -> None:
+    """torch's writer alone makes it a RuntimeError about positions. Limits: none of the file, its head, in the first tensor,
+    between two, in the directory at the end."""
+    save(tmp_path, 1)
+    content = {"step": 2, "model": {name: torch.zeros(1_000_000) for name in "ab"}}
+    with files_up_to(limit), pytest.raises(OSError, match="too large") as caught:
+        save_checkpoint(tmp_path, content, 1)
+    assert caught.value.errno == errno.EFBIG
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
+
+
+def test_a_folder_that_has_gone_is_not_made_again_somewhere_else(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        save(tmp_path / "unmounted" / "checkpoints", 1)
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "text"])
 def test_broken_newest_is_passed_over_and_named(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
@@ -89,17 +168,129 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.system, (f"touch {tmp_path / 'pwned'}",)
 
-    torch.save({"format": 1, "step": 1, "model": Evil()}, tmp_path / "step_00000001.pt")
+    path = tmp_path / "step_00000001.pt"
+    torch.save({"format": FORMAT, "step": 1, "model": Evil()}, path)
     with pytest.raises(InputError, match="can't read checkpoint"):
-        load_checkpoint(tmp_path / "step_00000001.pt")
+        load_checkpoint(path)
+    path.write_bytes(pickle.dumps(Evil()))  # nor in the format of before 2020
+    with pytest.raises(InputError, match="can't read checkpoint"):
+        load_checkpoint(path)
     assert not (tmp_path / "pwned").exists()
 
 
+def test_what_a_safe_load_would_refuse_is_not_saved(tmp_path: Path) -> None:
+    for value in (Path("x"), np.float64(1.0), {1}, b"x"):
+        with pytest.raises(TypeError, match=rf"not a {type(value).__name__} as config\.deep\.1"):
+            save_checkpoint(tmp_path, {"step": 1, "model": {}, "config": {"deep": [0, value]}}, 1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_program_s_file_is_refused(tmp_path: Path) -> None:
-    for content in ({"model": {}}, {"format": 0, "model": {}}, {"format": 1}, [1]):
+    for content in ({"model": {}}, {"format": 1, "model": {}}, {"format": FORMAT}, {"format": FORMAT, "model": 1}, [1]):
         torch.save(content, tmp_path / "other.pt")
         with pytest.raises(InputError, match="no checkpoint of this program"):
             load_checkpoint(tmp_path / "other.pt")
+
+
+def rich_content() -> dict[str, Any]:
+    """Every kind of thing that a checkpoint holds, the tensors with values of their own."""
+    floats = torch.arange(24, dtype=torch.float32)
+    return {
+        "step": 1,
+        "model": {
+            "channels_last": floats.view(2, 3, 2, 2).to(memory_format=torch.channels_last),
+            "bfloat16": floats.bfloat16(),
+            "slice": floats.view(4, 6)[:, 1:3],
+            "expanded": torch.ones(2, 1).expand(2, 3),
+            "scalar": torch.tensor(1.5, dtype=torch.float64),
+            "count": torch.tensor(7),
+            "bool": torch.tensor([True, False]),
+            "empty": torch.zeros(0, 3),
+        },
+        "optimizer": {"state": {0: {"m": floats + 100}, 1: {}}, "groups": [{"betas": (0.9, 0.999), "lr": None}]},
+        "config": {"name": "\u00fc", "flag": True, "nan": float("nan")},
+    }
+
+
+def test_every_kind_of_content_comes_back_and_is_checked(tmp_path: Path) -> None:
+    content = rich_content()
+    back = load_checkpoint(save_checkpoint(tmp_path, content, 1))
+    assert back["sha256"] == content_digest(content | {"format": FORMAT})
+    for name, tensor in content["model"].items():
+        assert torch.equal(back["model"][name], tensor), name
+        assert back["model"][name].dtype == tensor.dtype
+    assert back["model"]["channels_last"].is_contiguous(memory_format=torch.channels_last)
+    assert back["optimizer"]["groups"] == content["optimizer"]["groups"]
+
+
+def test_the_digest_sees_every_change_and_no_order() -> None:
+    """One change each: a bit, a dtype of the same bytes, a shape, a place, a value, its type."""
+
+    def changed(change: Callable[[dict[str, Any]], object]) -> str:
+        content = rich_content()
+        change(content)
+        return content_digest(content)
+
+    def turn_bit(content: dict[str, Any]) -> None:
+        content["model"]["bfloat16"].view(torch.uint8)[-1] ^= 1
+
+    changes: list[Callable[[dict[str, Any]], object]] = [
+        lambda c: None,
+        turn_bit,
+        lambda c: c["model"]["channels_last"][1, 2, 0, 1].add_(1),
+        lambda c: c["model"].update(bfloat16=c["model"]["bfloat16"].view(torch.int16)),
+        lambda c: c["model"].update(count=c["model"]["count"].view(1)),
+        lambda c: c["model"].update(empty=torch.zeros(3, 0)),
+        lambda c: c["model"].update(other=c["model"].pop("scalar")),
+        lambda c: c["optimizer"]["state"].update({1: c["optimizer"]["state"].pop(0)}),
+        lambda c: c["optimizer"]["groups"][0].update(betas=(0.9, 0.9990000000000001)),
+        lambda c: c["optimizer"]["groups"].append({}),
+        lambda c: c["config"].update(flag=1),
+        lambda c: c["config"].update(flag="True"),
+    ]
+    digests = [changed(change) for change in changes]
+    assert len(set(digests)) == len(changes)
+    assert changed(lambda c: c["model"].update(count=c["model"].pop("count"))) == digests[0]
+    assert changed(lambda c: c.update(sha256="?")) == digests[0]
+
+
+def test_any_flipped_byte_of_a_tensor_is_seen(tmp_path: Path) -> None:
+    """Neither torch's reader nor the zip's checksums, which it does not look at, see one."""
+    tensor = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    path = save_checkpoint(tmp_path, {"step": 1, "model": {"w": tensor}}, 1)
+    whole = path.read_bytes()
+    first = whole.index(tensor.numpy().tobytes())
+    for place in range(first, first + 160, 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert torch.load(path, weights_only=True)["step"] == 1
+        with pytest.raises(InputError, match=r"its content is not what was saved \(sha256"):
+            load_checkpoint(path)
+    path.write_bytes(whole)
+    load_checkpoint(path)
+
+
+def test_flipped_bytes_anywhere_are_seen_or_change_nothing(tmp_path: Path) -> None:
+    """In the pickle and in the zip's own tables a safe load fails in a dozen ways; all must be passed over by name."""
+    content = rich_content()
+    path = save_checkpoint(tmp_path, content, 1)
+    whole, digest = path.read_bytes(), load_checkpoint(path)["sha256"]
+    refused = 0
+    for place in range(0, len(whole), 17):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            assert content_digest(load_checkpoint(path)) == digest, place
+        except InputError:
+            refused += 1
+    assert refused > 100
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, rich_content(), 1)
+    whole = path.read_bytes()
+    for length in [0, 1, 3, 4, 100, *range(500, len(whole), 501), len(whole) - 22, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(InputError, match="can't read checkpoint"):
+            load_checkpoint(path)
 
 
 def test_saved_tensors_share_nothing() -> None:
@@ -113,8 +304,18 @@ def test_saved_tensors_share_nothing() -> None:
 
 
 def test_prefixes_of_ddp_and_compile_are_taken_off() -> None:
-    names = ["module.encoder.w", "_orig_mod.encoder.w", "module._orig_mod.encoder.w", "encoder._orig_mod.w"]
-    assert [next(iter(plain_names({name: 0}))) for name in names] == ["encoder.w"] * 4
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
+        assert plain_names({f"{prefix}encoder.w": 0}) == {"encoder.w": 0}
+    assert plain_names({"encoder._orig_mod.w": 0}) == {"encoder.w": 0}
+
+
+def test_prefixes_never_reach_a_file_and_are_read_all_the_same(tmp_path: Path) -> None:
+    wrapped = {f"module._orig_mod.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+    path = save_checkpoint(tmp_path, {"step": 1, "model": wrapped}, 1)
+    assert list(torch.load(path, weights_only=True)["model"]) == ["weight", "bias"]
+    content = {"format": FORMAT, "step": 2, "model": wrapped}
+    torch.save(content | {"sha256": content_digest(content)}, checkpoint_path(tmp_path, 2))
+    assert list(load_checkpoint(checkpoint_path(tmp_path, 2))["model"]) == ["weight", "bias"]
 
 
 def test_choosing_one(tmp_path: Path) -> None:

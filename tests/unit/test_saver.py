@@ -1,0 +1,277 @@
+"""Checkpoints written in the background hold what was there when they were asked for, and a failed one ends no run."""
+
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import ROOT
+from tests.unit.test_checkpoint import files_up_to
+from trainer import saver as saver_module
+from trainer.batch_norm import BatchNormStatistics
+from trainer.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint, load_newest
+from trainer.saver import HostCopy, Saver
+
+
+def content(step: int, value: float | None = None, numel: int = 3) -> dict[str, Any]:
+    return {"step": step, "model": {"w": torch.full((numel,), float(step) if value is None else value)}}
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[Saver]:
+    made = Saver(tmp_path, keep_last=2)
+    yield made
+    made.close()
+
+
+class Gate:
+    """Holds the writing thread until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        real = saver_module.save_checkpoint
+
+        def held(*args: Any) -> Path:
+            self.reached.set()
+            assert self.opened.wait(30)
+            return real(*args)
+
+        monkeypatch.setattr(saver_module, "save_checkpoint", held)
+
+
+def test_the_file_holds_what_was_there_at_the_call(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop goes on at once, and changes weights, momentum and settings in place while the file is being written."""
+    gate = Gate(monkeypatch)
+    weight = nn.Parameter(torch.ones(1000))
+    state = {"step": 5, "model": {"w": weight}, "optimizer": {"groups": [{"lr": 0.5, "m": torch.zeros(7)}]}}
+    saver.save(state)
+    assert gate.reached.wait(30)
+    assert saver.under_way()
+    with torch.no_grad():
+        weight.fill_(9)
+    state["optimizer"]["groups"][0]["m"].fill_(9)
+    state["optimizer"]["groups"][0]["lr"] = 9
+    gate.opened.set()
+    saver.wait()
+    assert not saver.under_way()
+    found = load_checkpoint(checkpoint_path(tmp_path, 5))
+    assert torch.equal(found["model"]["w"], torch.ones(1000))
+    assert not found["model"]["w"].requires_grad
+    assert found["optimizer"]["groups"][0]["lr"] == 0.5
+    assert torch.equal(found["optimizer"]["groups"][0]["m"], torch.zeros(7))
+
+
+def test_one_save_after_the_other_keeps_the_newest(saver: Saver, tmp_path: Path) -> None:
+    """Each waits for the one before: they share the memory that is copied into."""
+    for step in range(1, 8):
+        saver.save(content(step, numel=300_000))
+    saver.wait()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [6, 7]
+    for step in (6, 7):
+        assert load_checkpoint(checkpoint_path(tmp_path, step))["model"]["w"].unique().tolist() == [step]
+
+
+def test_it_keeps_multiples(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, keep_last=1, keep_every_steps=10)
+    for step in (10, 13, 20, 23, 24):
+        saver.save(content(step))
+    saver.wait()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 20, 24]
+
+
+def test_a_second_save_waits_for_the_first_and_says_so(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(saver_module, "_SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(saver_module, "_STUCK_SECONDS", 0.2)
+    saver.save(content(1))
+    threading.Timer(0.3, gate.opened.set).start()
+    began = time.perf_counter()
+    saver.save(content(2))
+    assert time.perf_counter() - began > 0.25
+    assert checkpoint_path(tmp_path, 1).exists()
+    assert "still waiting for a checkpoint" in caplog.text
+    assert "the loop stood still for 0." in caplog.text
+
+
+def test_a_short_wait_is_not_worth_a_line(saver: Saver, caplog: pytest.LogCaptureFixture) -> None:
+    saver.save(content(1))
+    saver.save(content(2))
+    saver.wait()
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_a_full_disk_is_told_once_and_the_next_save_may_work(
+    saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver.save(content(1))
+    saver.wait()
+    with files_up_to(1_000_000):
+        for step in (2, 3):
+            saver.save(content(step, numel=1_000_000))
+            saver.close()  # waits, and does not raise
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    for text, step, row in zip(errors, (2, 3), (1, 2), strict=True):
+        assert f"step {step} was NOT saved to {checkpoint_path(tmp_path, step)}: File too large" in text
+        assert f"{row} save(s) in a row failed; a restart goes on from step_00000001.pt" in text
+    assert saver.failed_in_a_row == 2
+    error = saver.failure()
+    assert isinstance(error, OSError)
+    assert "too large" in str(error)
+    assert saver.failure() is None
+    saver.wait()
+    saver.save(content(4, numel=1_000_000))
+    saver.wait()
+    assert saver.failed_in_a_row == 0
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 4]
+
+
+def test_wait_raises_what_was_not_told(saver: Saver) -> None:
+    with files_up_to(100):
+        saver.save(content(2))
+        with pytest.raises(OSError, match="too large"):
+            saver.wait()
+    assert saver.failure() is None
+
+
+def test_a_folder_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    saver = Saver(run_dir / "checkpoints", 2)
+    saver.save(content(1))
+    saver.wait()
+    shutil.rmtree(run_dir)
+    saver.save(content(2))
+    with pytest.raises(FileNotFoundError):
+        saver.wait()
+    assert "NOT saved" in caplog.text
+    assert "there is no checkpoint to go on from" in caplog.text
+
+
+def test_a_fault_in_the_thread_is_raised_not_lost(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(saver_module, "save_checkpoint", fault)
+    later: list[Callable[[], object]] = [saver.wait, saver.close, lambda: saver.save(content(2))]
+    for method in later:
+        saver.save(content(1))
+        with pytest.raises(ZeroDivisionError, match="ours"):
+            method()
+    saver.save(content(1))
+    while saver.under_way():
+        time.sleep(0.001)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        saver.failure()
+
+
+def test_what_can_t_be_saved_is_refused_at_the_call(saver: Saver) -> None:
+    with pytest.raises(TypeError, match=r"not a Path|not a PosixPath"):
+        saver.save({"step": 1, "model": {}, "config": {"root": Path("x")}})
+
+
+def test_each_tensor_has_storage_of_its_own(saver: Saver, tmp_path: Path) -> None:
+    """BatchNorm's statistics are views of one tensor in a run; the optimizer's momentum is channels_last as the weights are."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+    )
+    BatchNormStatistics(model)
+    saver.save({"step": 1, "model": model.state_dict()})
+    saver.wait()
+    state = load_checkpoint(checkpoint_path(tmp_path, 1))["model"]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state) == 12
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
+    assert state["0.weight"].is_contiguous(memory_format=torch.channels_last)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_memory_is_used_again_where_it_fits() -> None:
+    copy = HostCopy()
+    first, _ = copy.take({"a": torch.zeros(3), "b": torch.zeros(3)})
+    second, events = copy.take({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int32), "c": [torch.ones(2)]})
+    assert second["a"] is first["a"]
+    assert second["a"].tolist() == [1, 1, 1]
+    assert second["b"].dtype == torch.int32
+    assert second["c"][0].tolist() == [1, 1]
+    assert events == []
+
+
+_KILLED = """
+import os, pathlib, signal, sys
+import torch
+from trainer.saver import Saver
+saver = Saver(pathlib.Path(sys.argv[1]), 1)
+saver.save({"step": 1, "model": {"w": torch.ones(10)}})
+saver.wait()
+real = torch.save
+
+def killed_half_way(content, file):
+    write, written = file.write, 0
+    def some(data):
+        nonlocal written
+        written += write(data)
+        if written > 600_000:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(data)
+    file.write = some
+    real(content, file)
+
+torch.save = killed_half_way
+saver.save({"step": 2, "model": {str(i): torch.ones(50_000) for i in range(10)}})
+saver.wait()
+"""
+
+
+def test_killed_in_the_middle_the_last_good_one_is_there(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], cwd=ROOT, check=False)
+    assert done.returncode == -9
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert len(names) == 2
+    assert names[0].startswith(".step_00000002.pt.")
+    assert 500_000 < (tmp_path / names[0]).stat().st_size < 2_000_000
+    newest = load_newest(tmp_path)
+    assert newest is not None
+    assert newest["step"] == 1
+    saver = Saver(tmp_path, 1)
+    saver.save(content(3))
+    saver.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000003.pt"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_the_host_waits_for_nothing(saver: Saver, tmp_path: Path) -> None:
+    weights = [torch.full((1000, 1000), float(i), device="cuda") for i in range(8)]
+    saver.save({"step": 1, "model": {str(i): w for i, w in enumerate(weights)}})  # makes the pinned memory
+    saver.wait()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(500_000_000)  # the device is busy for a fraction of a second
+        began = time.perf_counter()
+        saver.save({"step": 2, "model": {str(i): w for i, w in enumerate(weights)}})
+        for w in weights:
+            w.add_(100)  # queued behind the copies
+        held = time.perf_counter() - began
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    began = time.perf_counter()
+    saver.wait()
+    assert held < time.perf_counter() - began
+    state = load_checkpoint(checkpoint_path(tmp_path, 2))["model"]
+    assert [state[str(i)].unique().tolist() for i in range(8)] == [[i] for i in range(8)]

@@ -1,0 +1,148 @@
+"""Checkpoints written beside the training: the loop stands still for a copy, a thread does the rest."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import checkpoint_path, list_checkpoints, map_tensors, save_checkpoint
+
+_SLOW_SECONDS = 1.0  # a wait for the save before that is worth a line
+_STUCK_SECONDS = 60.0  # a file system that hangs is said this often
+_log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes one checkpoint at a time in a thread of its own; it keeps one copy of a checkpoint in host memory.
+
+    A save that fails for want of room, rights or a folder (OSError) ends no run: it is logged, and told once, by `failure` or
+    `wait`. Anything else that goes wrong in the thread is a fault of ours and raised by whichever method comes next."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_every_steps: int = 0) -> None:
+        """folder, keep_last, keep_every_steps: as `save_checkpoint` takes them."""
+        self._folder, self._keep_last, self._keep_every_steps = folder, keep_last, keep_every_steps
+        self._copy = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._untold: OSError | None = None
+        self._fault: BaseException | None = None
+        self.failed_in_a_row = 0
+
+    def save(self, content: dict[str, Any]) -> None:
+        """Start to write `content` (as `save_checkpoint` takes it) as it is now; its tensors may change afterwards.
+
+        On a GPU the copies are queued behind what was launched on the current stream, and the host waits for nothing but the
+        save before this one. Raises TypeError for content that is neither tensors nor plain values."""
+        waited = self._join()
+        if waited > _SLOW_SECONDS:
+            _log.warning("the loop stood still for %.1f s, until the checkpoint before was in %s", waited, self._folder)
+        content, copied = self._copy.take(content)
+        self._thread = threading.Thread(target=self._write, args=(content, copied), name="checkpoint")
+        self._thread.start()
+
+    def under_way(self) -> bool:
+        """Whether a save is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def failure(self) -> OSError | None:
+        """The last failure not told yet, None where there is none; does not wait."""
+        self._raise_fault()
+        with self._lock:
+            error, self._untold = self._untold, None
+        return error
+
+    def wait(self) -> None:
+        """Until all is on the disk. Raises the OSError of a save that failed and was not told yet."""
+        self._join()
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the thread. A failed save was logged and is not raised again here, where another error may be under way."""
+        self._join()
+
+    def _join(self) -> float:
+        """Wait for the thread -> seconds it took."""
+        began = time.perf_counter()
+        while self._thread is not None:
+            self._thread.join(_STUCK_SECONDS)
+            if self._thread.is_alive():
+                _log.warning("still waiting for a checkpoint to be written to %s", self._folder)
+            else:
+                self._thread = None
+        self._raise_fault()
+        return time.perf_counter() - began
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+
+    def _write(self, content: dict[str, Any], copied: list[torch.cuda.Event]) -> None:
+        """The thread's work."""
+        began = time.perf_counter()
+        try:
+            for event in copied:
+                event.synchronize()
+            path = save_checkpoint(self._folder, content, self._keep_last, self._keep_every_steps)
+            self.failed_in_a_row = 0
+            _log.info("saved %s (%.1f s)", path, time.perf_counter() - began)
+        except OSError as error:
+            self.failed_in_a_row += 1
+            with self._lock:
+                self._untold = error
+            _log.error(
+                "the checkpoint of step %d was NOT saved to %s: %s; %d save(s) in a row failed; %s",
+                content["step"],
+                checkpoint_path(self._folder, content["step"]),
+                error.strerror or error,
+                self.failed_in_a_row,
+                _what_is_left(self._folder),
+            )
+        except BaseException as fault:
+            self._fault = fault
+
+
+def _what_is_left(folder: Path) -> str:
+    try:
+        good = list_checkpoints(folder)
+    except OSError:
+        return "nor can the folder be read"
+    return f"a restart goes on from {good[-1][1].name}" if good else "there is no checkpoint to go on from"
+
+
+class HostCopy:
+    """Copies of nested tensors in host memory, each with storage of its own (BatchNorm's statistics share one). The memory is
+    kept and used again: new pages cost more than the copy, and pinned ones stop the device while they are made."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[Any, ...], Tensor] = {}
+
+    def take(self, content: dict[str, Any]) -> tuple[dict[str, Any], list[torch.cuda.Event]]:
+        """The copy, valid until the next one is taken, and what to wait for before it is read: an event for each GPU."""
+        memory: dict[tuple[Any, ...], Tensor] = {}
+        devices: set[torch.device] = set()
+
+        def copy(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+            memory[path] = self._room(path, tensor)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            return memory[path].copy_(tensor.detach(), non_blocking=True)
+
+        copied = map_tensors(content, copy)
+        self._memory = memory
+        return copied, [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def _room(self, path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        """Host memory for a tensor, pinned where it comes from a GPU: a copy to pageable memory would wait."""
+        room = self._memory.get(path)
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            room = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+        return room
