@@ -115,24 +115,31 @@ def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None
 
 
 class BatchNormStatistics:
-    """All running means and variances of a model as views of one flat tensor, so that a step whose update is not applied
-    takes them back in one operation, without the host knowing."""
+    """All running means and variances of a model as views of one flat tensor, and all counts of batches of another, so that
+    a step whose update is not applied takes them back in one operation each, without the host knowing."""
 
     def __init__(self, model: nn.Module) -> None:
         norms = [m for m in model.modules() if hasattr(m, "running_mean") and m.running_mean is not None]
-        names = [(m, name) for m in norms for name in ("running_mean", "running_var")]
-        self._flat = torch.cat([getattr(m, name) for m, name in names]) if names else torch.zeros(0)
-        self._before = self._flat.clone()
-        offset = 0
-        for module, name in names:
-            count = getattr(module, name).numel()
-            setattr(module, name, self._flat[offset : offset + count])
-            offset += count
+        self._flat = [_flatten(norms, "running_mean", "running_var"), _flatten(norms, "num_batches_tracked")]
+        self._before = [flat.clone() for flat in self._flat]
 
     def remember(self) -> None:
         """Call before forward."""
-        self._before.copy_(self._flat)
+        for before, flat in zip(self._before, self._flat, strict=True):
+            before.copy_(flat)
 
     def restore_if(self, failed: Tensor) -> None:
         """Take back what forward changed where `failed` (bool, on the device)."""
-        self._flat.copy_(torch.where(failed, self._before, self._flat))
+        for before, flat in zip(self._before, self._flat, strict=True):
+            flat.copy_(torch.where(failed, before, flat))
+
+
+def _flatten(norms: list[nn.Module], *names: str) -> Tensor:
+    """One tensor that holds these buffers of all modules, which become views of it."""
+    buffers = [(module, name, getattr(module, name)) for module in norms for name in names]
+    flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers]) if buffers else torch.zeros(0)
+    offset = 0
+    for module, name, buffer in buffers:
+        setattr(module, name, flat[offset : offset + buffer.numel()].view(buffer.shape))
+        offset += buffer.numel()
+    return flat

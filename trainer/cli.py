@@ -105,11 +105,14 @@ def pretrain(words: Words) -> int:
         return DONE
     if own.ranks is not None:
         raise InputError("--ranks is for --dry_run; start several ranks with torchrun --nproc_per_node or srun")
-    from trainer import loop
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from trainer.faults import TrainingFailedError
+    from trainer.loop import pretrain as run
 
     try:
-        return loop.pretrain(config)
-    except loop.TrainingFailedError as error:
+        return int(record(run)(config) or DONE)  # under torchrun the first traceback then ends the job's log
+    except TrainingFailedError as error:
         logging.getLogger(__name__).error("%s", error)
         return FAILED
 

@@ -173,6 +173,11 @@ class CheckpointConfig:
     """Save when this many minutes have gone by; 0: not by time."""
     keep_last: int = 3
     """Newest checkpoints kept; older ones are deleted after a save."""
+    keep_every_steps: int = 0
+    """Checkpoints whose step is a multiple of this are never deleted; 0: none."""
+    on_failure: Literal["go_on", "stop"] = "go_on"
+    """What follows a checkpoint that could not be written (disk full): go on and try again when the next is due, or end the
+    run. The last good one stays either way, and a run whose last one can't be written fails."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,8 @@ class LogConfig:
     """Steps between two logged lines."""
     tensorboard: bool = True
     """Write TensorBoard event files to RUN_DIR/tensorboard."""
+    stall_seconds: float = 60.0
+    """Say that the run stands still, and what it waits for, when nothing happened for this long."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ class Config:
     compile: bool = False
     """Compile the model with torch.compile (no gain on a CPU)."""
     timeout_minutes: float = 10.0
-    """A collective that waits longer than this ends the job."""
+    """A run that stands still for this long ends: a rank is lost, a collective or a file system hangs."""
     data: DataConfig = field(default_factory=DataConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

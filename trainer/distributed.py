@@ -48,7 +48,8 @@ def find_ranks() -> Ranks:
 
 @contextmanager
 def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> Iterator[None]:
-    """The group of all ranks while the block runs; none where this process is alone."""
+    """The group of all ranks while the block runs; none where this process is alone. A collective fails after nine tenths of
+    the time-out, so that a rank that waits for another says so before its watchdog ends it."""
     if ranks.world_size == 1:
         yield
         return
@@ -62,13 +63,18 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
         "nccl" if on_gpu else "gloo",
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timedelta(minutes=0.9 * timeout_minutes),
         device_id=device if on_gpu else None,
     )
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or late: the cause is that one's, and in its own log lines."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def own_rows(ranks: Ranks, images_per_step: int, rows_together: int = 1) -> Rows:
@@ -127,13 +133,18 @@ def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Modul
 def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """`work()` on every rank, on one of each node before the others: it may leave a file that the others then read."""
     done = work() if ranks.local_rank == 0 else None
-    if ranks.world_size > 1:
-        dist.barrier()
+    wait_for_all(ranks)
     return work() if done is None else done
 
 
-def agree(flags: Tensor, ranks: Ranks) -> Tensor:
-    """The largest of each flag over all ranks, on the device: the one tiny all-reduce of a step."""
+def wait_for_all(ranks: Ranks) -> None:
+    """A barrier."""
     if ranks.world_size > 1:
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return flags
+        dist.barrier()
+
+
+def agree(values: Tensor, ranks: Ranks) -> Tensor:
+    """The largest of each value over all ranks, on the device: the one tiny all-reduce of a step."""
+    if ranks.world_size > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values

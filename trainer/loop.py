@@ -7,45 +7,48 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 
 from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
 from trainer.config_load import save_config
+from trainer.data.loader import ViewLoader
 from trainer.describe import describe_run
 from trainer.device import choose_device
-from trainer.distributed import find_ranks, process_group
+from trainer.distributed import Ranks, find_ranks, is_of_lost_rank, process_group
 from trainer.errors import BAD_INPUT, DONE, FAILED, PREEMPTED, InputError
+from trainer.faults import TrainingFailedError
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
-from trainer.run_folder import open_run_folder, start_logging, write_state
+from trainer.run_folder import lock_run_folder, open_run_folder, start_logging, write_state
+from trainer.saver import Saver
 from trainer.setup import Run, set_up
 from trainer.signals import StopRequest, stop_on_signals
+from trainer.watchdog import Watchdog
 
 _HOST_DELAY = 2  # steps after which the host reads what a step left on the device
 _log = logging.getLogger(__name__)
-
-
-class TrainingFailedError(RuntimeError):
-    """Training can't go on; the last good checkpoint stays."""
 
 
 def pretrain(config: Config) -> int:
     """Start the run of `config`, or go on with it where its folder holds a checkpoint. Returns the exit code."""
     ranks = find_ranks()
     run_dir = open_run_folder(config.run_dir)
-    start_logging(run_dir, is_first=ranks.is_first)
-    try:
-        device = choose_device(config, ranks)
-        with stop_on_signals() as stop, process_group(ranks, device, config.timeout_minutes):
-            run = set_up(config, ranks, device, run_dir)
-            describe_run(run)
-            return train(run, stop)
-    except BaseException as error:
-        if ranks.is_first:
-            saved = list_checkpoints(run_dir / "checkpoints")
-            code = BAD_INPUT if isinstance(error, InputError) else FAILED
-            write_state(run_dir, "failed", code, saved[-1][0] if saved else 0)
-        raise
+    with lock_run_folder(run_dir) if ranks.is_first else nullcontext():
+        start_logging(run_dir, ranks.rank)
+        try:
+            device = choose_device(config, ranks)
+            with stop_on_signals() as stop, process_group(ranks, device, config.timeout_minutes):
+                run = set_up(config, ranks, device, run_dir)
+                describe_run(run)
+                return train(run, stop)
+        except BaseException as error:
+            _write_failure(run_dir, ranks, BAD_INPUT if isinstance(error, InputError) else FAILED)
+            if not is_of_lost_rank(error):
+                raise
+            _log.error("rank %d ends: another rank is gone or late (%s)", ranks.rank, error)
+            return FAILED
 
 
 def train(run: Run, stop: StopRequest) -> int:
@@ -54,16 +57,17 @@ def train(run: Run, stop: StopRequest) -> int:
     ranks, log_every = run.ranks, run.config.log.every_steps
     sums = LossSums(run.device)
     first_step = step = resume(run, sums)
-    writer = _writer(run, first_step)
-    flags, lines = Late(_HOST_DELAY), Late(_HOST_DELAY)
-    failures = _Failures(run.config.loss.max_failed_steps)
-    clock, saves = _Clock(run, first_step), _SaveTimes(run)
+    open_writer = _writer(run, first_step)
+    agreed, lines = Late(_HOST_DELAY), Late(_HOST_DELAY)
+    faults, clock, saves = run.fault_counter(), _Clock(run, first_step), _SaveTimes(run)
+    loader = run.loader(first_step)
     stopping = False
 
-    try:
+    with _watchdog(run, loader) as watchdog, open_writer as writer, closing(_saver(run)) as saver:
         # --- steps ---
-        loader = run.loader(first_step)
+        watchdog.doing(f"waits for the images of step {first_step}")
         for batch in loader:
+            watchdog.doing(f"makes step {batch.step}, or waits for another rank in it")
             rate = run.schedule.learning_rate(batch.step)
             result = run.step(
                 batch.views,
@@ -77,41 +81,75 @@ def train(run: Run, stop: StopRequest) -> int:
 
             # --- what the device says, two steps late ---
             clock.waited(batch.wait_seconds)
-            flags.put(batch.step, result.flags)
+            agreed.put(batch.step, result.agreed)
             if step % log_every == 0 or step == run.schedule.total_steps:
                 lines.put(clock.line(step, rate, len(loader.bad.ids)), sums.take(result.embeddings, ranks))
             save_now = saves.steps_due(step)
-            for failed_step, (failed, stop_asked, save_asked) in flags.take():
-                failures.count(failed_step, bool(failed))
+            for past_step, (fault, stop_asked, save_asked) in agreed.take():
+                faults.count(past_step, int(fault))
                 stopping |= bool(stop_asked)
                 save_now |= bool(save_asked)
             _write(writer, lines.take())
 
             # --- save, stop ---
             if save_now or stopping or step == run.end_step:
+                watchdog.doing("waits for the checkpoint before this one to be written")
                 _write(writer, lines.take(everything=True))  # a resume after this step writes none of them again
-                save(run, step, sums)
+                save(run, saver, step, sums)
                 saves.done()
+            _check_saves(run, saver)
             if stopping:
                 break
-    finally:
-        if writer:
-            writer.close()
+            watchdog.doing(f"waits for the images of step {step}")
+        watchdog.doing("waits for the last checkpoint to be written")
+        saver.wait()
     return _finish(run, step, preempted=stopping and step < run.end_step)
 
 
-def _writer(run: Run, first_step: int) -> MetricsWriter | None:
+def _write_failure(run_dir: Path, ranks: Ranks, code: int) -> None:
+    if ranks.is_first:
+        saved = list_checkpoints(run_dir / "checkpoints")
+        write_state(run_dir, "failed", code, saved[-1][0] if saved else 0)
+
+
+def _watchdog(run: Run, loader: ViewLoader) -> Watchdog:
+    def reading() -> str:
+        longest = [f"{name} for {seconds:.0f} s" for name, seconds in loader.waiting_for()[:3]]
+        return "reads " + ", ".join(longest) if longest else ""
+
+    return Watchdog(
+        run.config.log.stall_seconds,
+        60 * run.config.timeout_minutes,
+        reading,
+        lambda: _write_failure(run.run_dir, run.ranks, FAILED),
+    )
+
+
+def _writer(run: Run, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
     if not run.ranks.is_first:
-        return None
+        return nullcontext()
     write_state(run.run_dir, "running", None, first_step)
     save_config(run.config, run.run_dir / "config.yaml")
-    return MetricsWriter(run.run_dir, first_step, run.end_step, tensorboard=run.config.log.tensorboard)
+    return closing(MetricsWriter(run.run_dir, first_step, run.end_step, tensorboard=run.config.log.tensorboard))
 
 
 def _write(writer: MetricsWriter | None, lines: list[tuple[Progressed, list[float]]]) -> None:
     for at, values in lines:
         if writer:
             writer.write(at, values)
+
+
+def _saver(run: Run) -> Saver:
+    return Saver(run.checkpoints, run.config.checkpoint.keep_last, run.config.checkpoint.keep_every_steps)
+
+
+def _check_saves(run: Run, saver: Saver) -> None:
+    """What checkpoint.on_failure says of a save that failed; the saver has logged it."""
+    error = saver.failure()
+    if error and run.config.checkpoint.on_failure == "stop":
+        raise TrainingFailedError(
+            f"a checkpoint could not be saved (checkpoint.on_failure is stop): {error}"
+        ) from error
 
 
 def _finish(run: Run, step: int, *, preempted: bool) -> int:
@@ -121,24 +159,6 @@ def _finish(run: Run, step: int, *, preempted: bool) -> int:
         write_state(run.run_dir, status, code, step)
         _log.info("%s after step %d of %d", status, step, run.schedule.total_steps)
     return code
-
-
-class _Failures:
-    """Counts steps in a row whose update was left out."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.in_a_row = most, 0
-
-    def count(self, step: int, failed: bool) -> None:
-        self.in_a_row = self.in_a_row + 1 if failed else 0
-        if failed:
-            _log.warning("step %d: a slice could not be whitened, or the loss is not finite; no update was made", step)
-        if self.in_a_row > self.most:
-            raise TrainingFailedError(
-                f"{self.in_a_row} steps in a row failed, the last {step}: the embeddings have collapsed or overflowed. "
-                "Try a smaller optimizer.learning_rate, a longer warm-up, loss.eps 1e-4, or precision fp32; the last good "
-                "checkpoint is untouched"
-            )
 
 
 class _Clock:

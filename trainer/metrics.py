@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.distributed import Ranks
+from trainer.faults import CollapseWatch
 from trainer.files import write_text
 from trainer.step import StepResult
 
@@ -130,6 +131,7 @@ class MetricsWriter:
         self._file = self._path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
         self._bar = _progress_bar() if sys.stderr.isatty() else None
+        self._collapse = CollapseWatch()
         self._total = total_steps
         if self._bar:
             self._task = self._bar.add_task("", total=total_steps, completed=first_step)
@@ -138,6 +140,7 @@ class MetricsWriter:
     def write(self, at: Progressed, device_values: list[float]) -> None:
         """One logged line. device_values: as `LossSums.take` gives them."""
         loss, failed_steps, min_pivot, rank = device_values
+        self._collapse.see(at.step, min_pivot, rank)
         record = {
             "step": at.step,
             "epoch": round(at.epoch, 4),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from trainer.checkpoint import load_newest, model_state, save_checkpoint
+from trainer.checkpoint import load_newest, plain_names
 from trainer.config import Config, flatten
+from trainer.data.bad_images import drop_quarantine_after
 from trainer.data.plan import PLAN_VERSION
+from trainer.distributed import wait_for_all
 from trainer.errors import InputError
 from trainer.metrics import LossSums
+from trainer.saver import Saver
 from trainer.setup import Run
 
 _log = logging.getLogger(__name__)
@@ -22,14 +25,14 @@ _FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeou
          "checkpoint.", "log.", "evaluate.")  # fmt: skip
 
 
-def save(run: Run, step: int, sums: LossSums) -> None:
-    """Write the checkpoint after `step` updates. Every rank calls this; the first one writes."""
+def save(run: Run, saver: Saver, step: int, sums: LossSums) -> None:
+    """Have the checkpoint after `step` updates written. Every rank calls this; the first one writes."""
     loss_sums = sums.state(run.ranks)
     if not run.ranks.is_first:
         return
     content = {
         "step": step,
-        "model": model_state(run.model),
+        "model": plain_names(run.model.state_dict()),
         "optimizer": run.optimizer.state_dict(),
         "config": _settings(run.config),
         "plan_version": PLAN_VERSION,
@@ -37,17 +40,22 @@ def save(run: Run, step: int, sums: LossSums) -> None:
         "world_size": run.ranks.world_size,
         "loss_sums": loss_sums,
     }
-    path = save_checkpoint(run.run_dir / "checkpoints", content, run.config.checkpoint.keep_last)
-    _log.info("saved %s", path)
+    saver.save(content)
 
 
 def resume(run: Run, sums: LossSums) -> int:
     """Load the newest checkpoint of the run folder, if there is one; returns the number of updates made so far.
 
     Raises InputError where settings that shape the result, or the images, are not those of the checkpoint."""
-    content = load_newest(run.run_dir / "checkpoints")
-    if content is None:
-        return 0
+    content = load_newest(run.checkpoints)
+    step = 0 if content is None else _restore(run, content, sums)
+    if run.ranks.is_first:
+        drop_quarantine_after(run.quarantine, step)
+    wait_for_all(run.ranks)  # before any rank appends to it
+    return step
+
+
+def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
     _check_same(run, content)
     run.model.load_state_dict(content["model"])
     run.optimizer.load_state_dict(content["optimizer"])

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import InputError
 from trainer.files import write_text
 
-_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+_log = logging.getLogger(__name__)
+_LOG_BYTES = 32 << 20  # of log.txt, before it becomes log.txt.1
+_FORMAT = "%(asctime)s %(levelname).1s {rank}%(message)s"
 
 
 def open_run_folder(run_dir: str) -> Path:
@@ -27,25 +35,50 @@ def open_run_folder(run_dir: str) -> Path:
     return path
 
 
+@contextmanager
+def lock_run_folder(run_dir: Path) -> Iterator[None]:
+    """Keep other processes out of the folder while the block runs: two that train into it would tear each other's files.
+
+    The system lets go of the lock when the process ends, however it does. Raises InputError naming who holds it."""
+    with (run_dir / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise InputError(
+                f"{run_dir} is in use by another process ({file.read().strip() or 'which did not say its name'}): wait for it "
+                "to end, end it, or take another --run_dir"
+            ) from error
+        except OSError as error:  # a file system without locks
+            _log.warning("can't lock %s (%s): see to it that no other process trains into it", run_dir, error.strerror)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        yield
+
+
 class _CurrentStderr(logging.StreamHandler):
     """Writes to what sys.stderr is at the time: a progress bar puts itself in between, to stay below the lines."""
 
     stream = property(lambda self: sys.stderr, lambda self, _: None)
 
 
-def start_logging(run_dir: Path | None, *, is_first: bool) -> None:
-    """Plain lines on stderr and, on the first rank, appended to log.txt; other ranks report warnings only."""
+def start_logging(run_dir: Path | None, rank: int) -> None:
+    """Plain lines on stderr and, on the first rank, appended to log.txt; other ranks report warnings only, by their number."""
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
         old.close()
     handlers: list[logging.Handler] = [_CurrentStderr()]
-    if run_dir is not None and is_first:
-        handlers.append(logging.FileHandler(run_dir / "log.txt", encoding="utf-8"))
+    if run_dir is not None and rank == 0:
+        log_file = run_dir / "log.txt"
+        handlers.append(RotatingFileHandler(log_file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(
+            logging.Formatter(_FORMAT.format(rank=f"rank {rank}: " if rank else ""), "%Y-%m-%d %H:%M:%S")
+        )
         root.addHandler(handler)
-    root.setLevel(logging.INFO if is_first else logging.WARNING)
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 def write_state(run_dir: Path, status: str, exit_code: int | None, step: int) -> None:

@@ -18,9 +18,9 @@ from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype
 from trainer.distributed import Ranks, make_slice_group, one_rank_a_node_first, own_rows, slice_group_size, wrap_model
 from trainer.errors import InputError
+from trainer.faults import FaultCounter
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer
-from trainer.run_folder import append_line
 from trainer.schedule import Schedule, build_schedule
 from trainer.step import TrainStep
 
@@ -53,9 +53,24 @@ class Run:
         """Updates after which this call of the run ends."""
         return min(self.config.max_steps or self.schedule.total_steps, self.schedule.total_steps)
 
+    @property
+    def checkpoints(self) -> Path:
+        """Their folder."""
+        return self.run_dir / "checkpoints"
+
+    @property
+    def quarantine(self) -> Path:
+        """The file that names images which could not be used."""
+        return self.run_dir / "quarantine.jsonl"
+
+    def fault_counter(self) -> FaultCounter:
+        """That of this run; only the first rank's talks."""
+        group_size = self.group_rows.count // self.planner.rows.count
+        most, num_views = self.config.loss.max_failed_steps, self.config.views.num_views
+        return FaultCounter(most, num_views, self.ranks, group_size)
+
     def loader(self, first_step: int) -> ViewLoader:
         """The batches from `first_step` on."""
-        quarantine = self.run_dir / "quarantine.jsonl"
         return ViewLoader(
             self.index,
             self.config.views,
@@ -65,7 +80,8 @@ class Run:
             device=self.device,
             first_step=first_step,
             end_step=self.end_step,
-            record_bad=lambda name, problem: append_line(quarantine, {"image": name, "problem": problem}),
+            quarantine=self.quarantine,
+            rank=self.ranks.rank,
         )
 
     def permutations(self, step: int) -> Tensor:

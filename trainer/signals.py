@@ -16,6 +16,7 @@ class StopRequest:
     """Whether a signal has come."""
 
     asked = False
+    interrupted = False  # by Ctrl-C
 
 
 @contextmanager
@@ -24,9 +25,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
     request = StopRequest()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and request.asked:
+        if number == signal.SIGINT and request.interrupted:
             raise KeyboardInterrupt
         request.asked = True
+        request.interrupted |= number == signal.SIGINT
         _log.warning("%s: the run saves and stops after the steps under way", signal.Signals(number).name)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}

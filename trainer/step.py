@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.batch_norm import BatchNormStatistics
 from trainer.config import LossConfig
 from trainer.distributed import Ranks, agree
+from trainer.faults import fault_code
 from trainer.losses.gather import gather_rows
 from trainer.losses.wmse import wmse_loss_with_status
 from trainer.optimizer import update
@@ -25,7 +26,7 @@ class StepResult(NamedTuple):
     embeddings: Tensor  # (R, k) float32, without gradient
     min_pivot: Tensor  # 0-d, the smallest relative pivot of this rank's slices
     failed: Tensor  # 0-d bool, the same on all ranks: the update was not applied
-    flags: Tensor  # (3,) bool, the same on all ranks: failed, stop asked for, save asked for
+    agreed: Tensor  # (3,) int32, the same on all ranks: what failed (`faults.fault_code`), stop and save asked for
 
 
 class TrainStep:
@@ -62,16 +63,17 @@ class TrainStep:
             embeddings = self.model(pixels)
         loss, ok, min_pivot = self._loss(embeddings, permutations)
         loss.backward()
-        failed = ~(ok & torch.isfinite(loss.detach()))
-        wishes = [failed, torch.full_like(failed, stop), torch.full_like(failed, save)]
-        flags = agree(torch.stack(wishes).to(torch.uint8), self.ranks).bool()
-        update(self.optimizer, learning_rate, flags[0])
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        fault = fault_code(ok, loss.detach(), gradients, self.num_views, self.ranks)
+        agreed = agree(torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)]), self.ranks)
+        failed = agreed[0] > 0
+        update(self.optimizer, learning_rate, failed)
         self.optimizer.zero_grad(set_to_none=True)
-        self.statistics.restore_if(flags[0])
-        return StepResult(loss.detach(), embeddings.detach(), min_pivot, flags[0], flags)
+        self.statistics.restore_if(failed)
+        return StepResult(loss.detach(), embeddings.detach(), min_pivot, failed, agreed)
 
     def _loss(self, embeddings: Tensor, permutations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, whether all slices were whitened, and their smallest pivot, each 0-d."""
+        """Loss (0-d), which slices were whitened (slices,), view-major, and their smallest pivot (0-d)."""
         together = embeddings
         if self.slice_group is not None:
             together = gather_rows(embeddings, self.num_views, self.slice_group)
@@ -87,4 +89,4 @@ class TrainStep:
             backend=c.backend,
             float64_factor=c.float64_factor,
         )
-        return loss, status.ok.all(), status.min_pivot.min()
+        return loss, status.ok, status.min_pivot.min()

@@ -9,6 +9,8 @@ import torch
 from tests.integration.launch import run, wmse
 from tests.integration.two_ranks_worker import CASES
 from trainer.cli import main
+from trainer.distributed import Ranks
+from trainer.faults import describe_fault
 
 WORKER = "tests/integration/two_ranks_worker.py"
 Results = dict[str, dict[str, torch.Tensor]]
@@ -38,7 +40,11 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
         assert two["encoder.bn1.running_mean"].abs().max() == 0
     else:
         assert largest > 1e-4
-    assert two["flags"].tolist() == ["fails" in case, True, False]  # failed, stop as the last rank wished, save
+    fault, *wishes = two["agreed"].tolist()
+    assert wishes == [True, False]  # stop as the last rank wished, save
+    assert (fault > 0) == ("fails" in case)
+    if fault:
+        assert describe_fault(fault, 2, Ranks(0, 2), 1) == "rank 1: a slice of view 0 can't be whitened"
 
 
 def test_a_line_is_of_all_ranks(results: tuple[Results, Results]) -> None:

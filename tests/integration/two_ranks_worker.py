@@ -67,7 +67,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         torch.distributed.all_reduce(loss)
     gradients = {n: before[n] - p.detach() for n, p in model.named_parameters()}
     statistics = {n: b.clone() for n, b in model.named_buffers() if "running" in n}
-    agreed = {"flags": result.flags, "group_size": torch.tensor(group_size)}
+    agreed = {"agreed": result.agreed, "group_size": torch.tensor(group_size)}
     return {"loss": loss / ranks.world_size, **agreed, **gradients, **statistics}
 
 
@@ -76,8 +76,8 @@ def run_sums() -> dict[str, torch.Tensor]:
     ranks, sums = find_ranks(), LossSums(torch.device("cpu"))
     own = torch.tensor(ranks.rank + 1.0)
     for failed in (False, True):
-        flags = torch.tensor([failed, False, False])
-        sums.add(StepResult(own, torch.empty(0), 1 / (own + 1), flags[0], flags))
+        agreed = torch.tensor([3 * failed, 0, 0])
+        sums.add(StepResult(own, torch.empty(0), 1 / (own + 1), agreed[0] > 0, agreed))
     share = sums.state(ranks)["sums"]
     return {"share": share, "line": sums.take(torch.randn(8, 3), ranks)[:3]}
 

@@ -35,7 +35,7 @@ def run_evaluation(run_dir: Path, which: str, settings: Sequence[str], measures:
     that is written to DIR/eval/MEASURE_STEP.json.
     """
     ranks = find_ranks()
-    start_logging(None, is_first=ranks.is_first)
+    start_logging(None, ranks.rank)
     if not (run_dir / "config.yaml").exists():
         raise InputError(f"{run_dir} is no run folder: it has no config.yaml")
     config = load_config(run_dir / "config.yaml", settings)

@@ -1,0 +1,271 @@
+"""Breaks a run on purpose: a small tool for tests and for `make soak`. Nothing in trainer/ knows of it.
+
+    code = start(["pretrain", ...], folder, Faults(kill_at_step=5))[0].wait()
+
+`start` runs the command line in processes of their own (ranks as srun would start them: only environment variables), forked
+from one that has imported everything, so that a start costs tenths of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+NEVER = -1
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "trainer.loop", "trainer.cli"])
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, and when; steps count from 0, as in the plan."""
+
+    on_rank: int = NEVER
+    """The one rank that is struck; NEVER: every rank."""
+    kill_at_step: int = NEVER
+    """SIGKILL when the views of this step are ready."""
+    freeze_at_step: int = NEVER
+    """SIGSTOP."""
+    raise_at_step: int = NEVER
+    """An exception."""
+    signal_at_step: tuple[int, int] = (NEVER, 0)
+    """(step, signal): the process sends it to itself."""
+    kill_in_save: tuple[int, str] = (NEVER, "")
+    """(n, place): SIGKILL in the n-th save of this process, from 0; place: writing, fsync, rename, renamed."""
+    disk_bytes: int = NEVER
+    """Checkpoints beyond this many bytes in all meet a full disk."""
+    disk_errno: int = errno.ENOSPC
+    """ENOSPC: full; EDQUOT: quota."""
+    poison: str = ""
+    """What is NaN in `poison_steps`: embeddings (of the last view), loss, gradient."""
+    poison_steps: tuple[int, int] = (0, 0)
+    """First step and the one after the last."""
+    bad_reads: tuple[int, ...] = ()
+    """Images whose reading fails."""
+    bad_read: str = "vanished"
+    """How: vanished, denied, io_error (always), io_error_once, cut, hangs."""
+    bad_reads_after: int = 0
+    """Reads of this process that go well before any fails."""
+
+
+def install(faults: Faults) -> None:
+    """Put the faults into this process's trainer."""
+    rank = int(os.environ.get("RANK", 0))
+    if faults.on_rank in (NEVER, rank):
+        _break_steps(faults)
+        _break_saves(faults)
+        _break_numbers(faults)
+        _break_reads(faults)
+
+
+_step_now = NEVER  # of the batch that was handed over last
+
+
+def _break_steps(faults: Faults) -> None:
+    from trainer.data.loader import Batch, ViewLoader
+
+    plain = ViewLoader.__iter__
+
+    def iterate(self: ViewLoader) -> Iterator[Batch]:
+        global _step_now
+        for batch in plain(self):
+            _step_now = batch.step
+            if batch.step == faults.kill_at_step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if batch.step == faults.freeze_at_step:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if batch.step == faults.signal_at_step[0]:
+                os.kill(os.getpid(), faults.signal_at_step[1])
+            if batch.step == faults.raise_at_step:
+                raise RuntimeError("the fault that was injected")
+            yield batch
+
+    ViewLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+
+def _break_saves(faults: Faults) -> None:
+    number, place = faults.kill_in_save
+    if number == NEVER and faults.disk_bytes == NEVER:
+        return
+    from trainer import checkpoint, files
+
+    plain_write, plain_save = files.atomic_write, checkpoint.save_checkpoint
+    saves = used = 0
+
+    class File:
+        """A checkpoint's file on a disk of few bytes."""
+
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def write(self, data: Any) -> int:
+            nonlocal used
+            if place == "writing" and saves > number != NEVER:
+                self._file.write(bytes(data)[: len(data) // 2])
+                self._file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            used += memoryview(data).nbytes
+            if NEVER < faults.disk_bytes < used:
+                raise OSError(faults.disk_errno, os.strerror(faults.disk_errno))
+            return int(self._file.write(data))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    @contextlib.contextmanager
+    def atomic_write(path: Path) -> Iterator[Any]:
+        nonlocal saves
+        saves += 1
+        with plain_write(path) as file:
+            yield File(file)
+
+    def killed_at(name: str, function: Callable[..., Any], after: bool) -> None:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            result = function(*arguments, **keywords) if after else None
+            if saves > number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result if after else function(*arguments, **keywords)
+
+        setattr(os, name, wrapped)
+
+    checkpoint.atomic_write = atomic_write
+    assert checkpoint.save_checkpoint is plain_save
+    if place == "fsync":
+        killed_at("fsync", os.fsync, after=False)
+    elif place in ("rename", "renamed"):
+        killed_at("replace", os.replace, after=place == "renamed")
+
+
+def _break_numbers(faults: Faults) -> None:
+    if not faults.poison:
+        return
+    from trainer import step
+
+    plain = step.wmse_loss_with_status
+    first, end = faults.poison_steps
+
+    def poisoned(v: Any, **keywords: Any) -> Any:
+        if not first <= _step_now < end:
+            return plain(v, **keywords)
+        if faults.poison == "embeddings":
+            factor = v.new_ones(len(v), 1)
+            factor[-1] = float("nan")
+            return plain(v * factor, **keywords)
+        loss, status = plain(v, **keywords)
+        if faults.poison == "gradient":
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+            return loss, status
+        return loss * float("nan"), status
+
+    step.wmse_loss_with_status = poisoned
+
+
+def _break_reads(faults: Faults) -> None:
+    if not faults.bad_reads:
+        return
+    from trainer.data.index import Index
+
+    plain = Index.read
+    reads = 0
+    failed: set[int] = set()
+
+    def read(self: Index, i: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        if i not in faults.bad_reads or reads <= faults.bad_reads_after:
+            return plain(self, i)
+        if faults.bad_read == "hangs":
+            time.sleep(10_000)
+        if faults.bad_read == "cut":
+            return plain(self, i)[:200]
+        if faults.bad_read == "io_error_once" and i in failed:
+            return plain(self, i)
+        failed.add(i)
+        number = {"vanished": errno.ENOENT, "denied": errno.EACCES}.get(faults.bad_read, errno.EIO)
+        raise OSError(number, os.strerror(number), self.name(i))
+
+    Index.read = read  # type: ignore[method-assign]
+
+
+class Started:
+    """One rank's process."""
+
+    def __init__(self, process: ForkServerProcess, log: Path) -> None:
+        self._process, self._log = process, log
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """The exit code, negative for a signal. Past the time-out the process is killed and TimeoutError raised."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.kill()
+            raise TimeoutError(f"still running after {timeout} s:\n{self.output()}")
+        return self._process.exitcode
+
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.exitcode is None
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self._process.kill()
+        self._process.join()
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        if self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def output(self) -> str:
+        """What it wrote to stdout and stderr so far."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:
+    """`wmse WORDS` in `ranks` processes that are struck by `faults`; outputs go to files in `folder`."""
+    port = _free_port()
+    started = []
+    for rank in range(ranks):
+        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        env = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in world.items()}} if ranks > 1 else {}
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / f"output-{time.monotonic_ns()}-{rank}.txt"
+        process = _context.Process(target=_main, args=([str(w) for w in words], env, faults or Faults(), str(log)))
+        process.start()
+        started.append(Started(process, log))
+    return started
+
+
+def _main(words: list[str], env: dict[str, str], faults: Faults, log: str) -> None:
+    os.environ |= env
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
+    install(faults)
+    from trainer.cli import main
+
+    sys.exit(main(words))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,98 @@
+"""Steps whose numbers fail: what failed as one integer that all ranks agree on, how often, and the signs before it happens.
+
+A rank's possible faults, in this order: view 0 .. d-1 has a slice that could not be whitened, the loss is not finite, a
+gradient is not finite. The ranks agree on the first rank that has one, and its first.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from trainer.distributed import Ranks
+
+_log = logging.getLogger(__name__)
+_LOW_PIVOT = 1e-4  # float32 loses its last digits and the slice fails near 2e-6; healthy runs stay above 1e-3
+_LOW_RANK = 4  # the effective rank has fallen by this factor
+
+
+class TrainingFailedError(RuntimeError):
+    """Training can't go on; the last good checkpoint stays."""
+
+
+def fault_code(ok: Tensor, loss: Tensor, gradients: list[Tensor], num_views: int, ranks: Ranks) -> Tensor:
+    """0-d int32 on the device: 0 where all is well, else the higher the earlier in the list of all ranks' faults, so that
+    the largest over all ranks is the first.
+
+    ok: (slices,) bool, view-major: all slices of view 0 first. loss: 0-d. gradients: of all parameters.
+    """
+    finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite()  # a sum over ranks of a NaN is one on all
+    sound = torch.cat([ok.view(num_views, -1).all(1), finite[:1], finite[1:].all()[None]])
+    kinds = len(sound)
+    first = (~sound).to(torch.uint8).argmax()
+    return torch.where(sound.all(), 0, kinds * (ranks.world_size - ranks.rank) - first).to(torch.int32)
+
+
+def describe_fault(code: int, num_views: int, ranks: Ranks, group_size: int) -> str:
+    """What a code above 0 stands for. group_size: ranks whose rows are whitened together."""
+    place, kinds = ranks.world_size * (num_views + 2) - code, num_views + 2
+    rank, kind = divmod(place, kinds)
+    if kind == num_views + 1:
+        return "a gradient is not finite, though the loss is"
+    who = f"rank {rank}" if group_size == 1 else f"ranks {rank} to {rank + group_size - 1}"
+    return f"{who}: the loss is not finite" if kind == num_views else f"{who}: a slice of view {kind} can't be whitened"
+
+
+class FaultCounter:
+    """Counts steps in a row whose update was left out, on every rank, and ends the run when they are too many. The first rank
+    says which and why."""
+
+    def __init__(self, most: int, num_views: int, ranks: Ranks, group_size: int) -> None:
+        self._most, self._num_views, self._ranks, self._group_size = most, num_views, ranks, group_size
+        self.in_a_row = 0
+
+    def count(self, step: int, code: int) -> None:
+        """One step's code. Raises TrainingFailedError where more than the bound failed in a row."""
+        self.in_a_row = self.in_a_row + 1 if code else 0
+        if not code:
+            return
+        what = describe_fault(code, self._num_views, self._ranks, self._group_size)
+        if self._ranks.is_first:
+            _log.warning("step %d: %s; no update was made on any rank (%d in a row)", step, what, self.in_a_row)
+        if self.in_a_row > self._most:
+            raise TrainingFailedError(
+                f"{self.in_a_row} steps in a row failed (loss.max_failed_steps {self._most}), the last {step}: {what}. "
+                "The embeddings have collapsed or overflowed. Try a smaller optimizer.learning_rate, a longer warm-up, "
+                "loss.eps 1e-4, or precision fp32; the last good checkpoint is untouched"
+            )
+
+
+class CollapseWatch:
+    """Warns when the embeddings lose dimensions, before a slice fails: by the smallest pivot and the effective rank."""
+
+    def __init__(self) -> None:
+        self._pivot_to_warn, self._highest_rank = _LOW_PIVOT, 0.0
+
+    def see(self, step: int, min_pivot: float, effective_rank: float) -> None:
+        """A logged line's values. A pivot of 0 belongs to a failed slice, which is told by FaultCounter."""
+        if 0 < min_pivot < self._pivot_to_warn:
+            self._pivot_to_warn = min_pivot / 10  # again when it has fallen to a tenth
+            _log.warning(
+                "step %d: the smallest pivot of the whitening is %.1e of the mean variance (slices fail near 2e-6): the "
+                "embeddings are about to collapse; a smaller optimizer.learning_rate or loss.eps 1e-4 helps",
+                step,
+                min_pivot,
+            )
+        if effective_rank < self._highest_rank / _LOW_RANK:
+            _log.warning(
+                "step %d: the effective rank of the embeddings fell from %.1f to %.1f: they are about to collapse; a smaller "
+                "optimizer.learning_rate or a longer warm-up helps",
+                step,
+                self._highest_rank,
+                effective_rank,
+            )
+            self._highest_rank = effective_rank
+        if effective_rank > self._highest_rank:  # false for NaN
+            self._highest_rank = effective_rank

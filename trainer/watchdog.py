@@ -1,0 +1,78 @@
+"""Notices that a run stands still: says so, with what it waits for, and after the time-out ends the process.
+
+A rank whose file system hangs holds all others up, and no exception ends it: only another thread can.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from trainer.errors import FAILED
+
+_log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Watches while its block runs; the loop tells it whenever something else begins."""
+
+    def __init__(
+        self, warn_seconds: float, timeout_seconds: float, details: Callable[[], str], before_exit: Callable[[], None]
+    ) -> None:
+        """Warn after `warn_seconds` without news and each time that has doubled; after `timeout_seconds` end the process.
+
+        details: what more can be said of the wait, empty where nothing. before_exit: the last thing that is done.
+        """
+        self._warn_seconds, self._timeout_seconds = warn_seconds, timeout_seconds
+        self._details, self._before_exit = details, before_exit
+        self._news = (time.monotonic(), "starts")  # replaced whole: the two threads need no lock
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def doing(self, what: str) -> None:
+        """Something new begins."""
+        self._news = (time.monotonic(), what)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        warned: tuple[tuple[float, str], float] = (self._news, 0.0)
+        while not self._ended.wait(min(self._warn_seconds, self._timeout_seconds) / 4):
+            news = self._news
+            seconds = time.monotonic() - news[0]
+            if news is not warned[0]:
+                warned = (news, 0.0)
+            if seconds >= self._timeout_seconds:
+                self._end(seconds, news[1])
+            elif seconds >= max(self._warn_seconds, 2 * warned[1]):
+                warned = (news, seconds)
+                _log.warning("no news for %.0f s: the run %s%s", seconds, news[1], self._more())
+
+    def _more(self) -> str:
+        details = self._details()
+        return f" ({details})" if details else ""
+
+    def _end(self, seconds: float, what: str) -> None:
+        _log.error(
+            "no news for %.0f s (timeout_minutes): the run %s%s. It ends here; what each thread does follows. The same "
+            "command goes on from the last checkpoint",
+            seconds,
+            what,
+            self._more(),
+        )
+        faulthandler.dump_traceback(2, all_threads=True)
+        try:
+            self._before_exit()
+        finally:  # the threads that hang can't be ended, and Python would wait for them
+            os._exit(FAILED)
