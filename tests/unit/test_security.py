@@ -1,0 +1,342 @@
+"""What is in a file is not run, nothing is unpacked, a run does not listen; names in other people's sets stay names.
+
+That the source has no call that would is held by test_code_scan.py.
+"""
+
+import gzip
+import io
+import json
+import os
+import pickle
+import re
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import TINY, write_images
+from trainer.checkpoint import load_checkpoint
+from trainer.cli import main
+from trainer.config_load import load_config
+from trainer.data.bad_images import drop_quarantine_after, read_quarantine
+from trainer.data.index import Index, open_index
+from trainer.data.index_file import _HEADER, MAGIC, VERSION, IndexContent, read_index, write_index
+from trainer.data.loader import ViewLoader
+from trainer.errors import InputError
+
+# --- files that would run something ---
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """What stands there once a trap has gone off; it is seen to."""
+    pickle.loads(pickle.dumps(Trap(tmp_path / "seen to work")))  # noqa: S301 - the trap itself is tested here
+    assert (tmp_path / "seen to work").exists()
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_that_would_run_something_is_refused(mark: Path, tmp_path: Path) -> None:
+    content = {"format": 1, "step": 1, "model": {"w": torch.zeros(2)}}
+    for place in ("model", "step", "format", "extra"):
+        torch.save({**content, place: Trap(mark)}, tmp_path / f"{place}.pt")
+    torch.save(Trap(mark), tmp_path / "whole.pt")
+    torch.save({**content, "x": Trap(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps({**content, "x": Trap(mark)}))
+    with zipfile.ZipFile(tmp_path / "zip.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Trap(mark)))
+        archive.writestr("archive/version", "3\n")
+    files = sorted(tmp_path.glob("*.pt"))
+    assert len(files) == 8
+    for file in files:
+        with pytest.raises(InputError, match=r"can't read checkpoint .*" + file.name):
+            load_checkpoint(file)
+        assert not mark.exists()
+
+
+def index_bytes(metadata: bytes, arrays: bytes = b"") -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, len(metadata)) + metadata + arrays
+
+
+def crafted_indices(mark: Path) -> dict[str, bytes]:
+    bomb = pickle.dumps(Trap(mark))
+    start = -(_HEADER.size) % 64
+
+    def columns(*layout: object) -> bytes:
+        return json.dumps({"split": "train", "class_names": ["c"], "columns": layout}).encode()
+
+    return {
+        "a pickle": bomb,
+        "a pickle as metadata": index_bytes(bomb),
+        "python tags": index_bytes(b'!!python/object/apply:os.mkdir ["x"]'),
+        "an array of objects": index_bytes(columns(["label", "|O", 1]), bytes(start + 8 * 64)),
+        "a dtype as code": index_bytes(columns(["label", "__import__('os').mkdir('x')", 1])),
+        "brackets without end": index_bytes(b"[" * 100_000),
+    }
+
+
+def test_an_index_that_would_run_something_is_refused(mark: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, data in crafted_indices(mark).items():
+        (tmp_path / "train.index").write_bytes(data)
+        with pytest.raises((InputError, TypeError, RecursionError)):
+            read_index(tmp_path / "train.index")
+        assert not mark.exists(), kind
+        assert not (tmp_path / "x").exists(), kind
+
+
+@pytest.mark.parametrize("class_name", ["..", "/etc", "c/../..", "c"])
+def test_an_index_that_names_files_outside_of_the_set_reads_none(tmp_path: Path, class_name: str) -> None:
+    (tmp_path / "secret.jpg").write_bytes(b"secret")
+    write_images(tmp_path / "set/train/c", 1, seed=0)
+    open_index(tmp_path / "set", "train")
+    path = tmp_path / "set/.wmse_index/train.index"
+    metadata, columns = read_index(path)
+    name = "../../../secret.jpg" if class_name == "c" else "secret.jpg"
+    columns = {key: np.array(value) for key, value in columns.items() if not key.startswith("name")}
+    metadata["class_names"] = [class_name]
+    write_index(path, IndexContent(columns, [name], metadata))
+    with pytest.raises(OSError, match="names a file outside of it"):
+        Index(path, tmp_path / "set").read(0)
+
+
+def test_lines_that_would_run_something_are_text(mark: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    lines = [
+        pickle.dumps(Trap(mark)),
+        f'!!python/object/apply:os.mkdir ["{mark}"]'.encode(),
+        json.dumps({"py/reduce": [{"py/function": "os.mkdir"}, [str(mark)]]}).encode(),
+        json.dumps({"step": 0, "id": f"__import__('os').mkdir({str(mark)!r})", "image": "", "problem": ""}).encode(),
+    ]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert read_quarantine(path, 9) == {}
+    drop_quarantine_after(path, 9)
+    assert path.read_bytes() == b""
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run_dir: !!python/object/apply:os.mkdir [{mark}]",
+        "data: {{root: !!python/object/apply:os.mkdir [{mark}]}}",
+        "data: !!python/object/new:os.mkdir [{mark}]",
+        "!!python/object/apply:os.mkdir [{mark}]: 1",
+        "run_dir: !!python/name:os.mkdir ''",
+        "run_dir: !!python/module:antigravity ''",
+    ],
+)
+def test_a_config_that_would_run_something_is_refused(text: str, mark: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text.format(mark=mark))
+    with pytest.raises(InputError, match="can't read config"):
+        load_config(path, [])
+    assert not mark.exists()
+    assert "antigravity" not in sys.modules
+
+
+# --- sets from elsewhere ---
+
+
+def picture() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 36), "orange").save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info
+
+
+def nasty_tar(path: Path, victim: Path) -> None:
+    """Pictures under names that lead elsewhere, and links and devices called pictures."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kinds = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "fifo": tarfile.FIFOTYPE, "char": tarfile.CHRTYPE}
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for name in ("../evil", str(victim.parent / "abs"), "sub/../../evil2", "ok"):
+            for suffix, data in (("jpg", picture()), ("cls", b"0")):
+                info = member(f"{name}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        for name, kind in kinds.items():
+            tar.addfile(member(f"{name}.jpg", kind, str(victim)))
+        tar.addfile(member("link_to_folder", tarfile.SYMTYPE, str(victim.parent)))
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
+def test_tars_write_nothing_outside_the_cache_and_links_in_them_lead_nowhere(tmp_path: Path, suffix: str) -> None:
+    victim = tmp_path / "home/victim.jpg"
+    victim.parent.mkdir()
+    victim.write_bytes(b"victim")
+    nasty_tar(tmp_path / f"set/train-000000.{suffix}", victim)
+    before = files_below(tmp_path)
+    index = open_index(tmp_path / "set", "train")
+    names = [f"train-000000.tar/{name}.jpg" for name in ("../evil", victim.parent / "abs", "sub/../../evil2", "ok")]
+    assert [index.name(i) for i in range(len(index))] == names
+    assert all(index.read(i) == picture() for i in range(len(index)))
+    after = files_below(tmp_path)
+    unpacked = {"set/.wmse_index/train-000000.tar"} if suffix == "tar.gz" else set()
+    assert set(after) - set(before) == {"set/.wmse_index/.gitignore", "set/.wmse_index/train.index", *unpacked}
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_compressed_shard_is_called_as_the_shard_is(tmp_path: Path) -> None:
+    """Not as its header says, and a link that waits in the cache under that name is replaced, not written through."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"victim")
+    nasty_tar(tmp_path / "plain.tar", victim)
+    shard = tmp_path / "set/train-000000.tar.gz"
+    (tmp_path / "set/.wmse_index").mkdir(parents=True)
+    with shard.open("wb") as file, gzip.GzipFile("../../evil.tar", "wb", fileobj=file) as packed:
+        packed.write((tmp_path / "plain.tar").read_bytes())
+    for name in ("train-000000.tar", ".gitignore", "train.index", "train.bad.txt"):
+        (tmp_path / "set/.wmse_index" / name).symlink_to(victim)
+    index = open_index(tmp_path / "set", "train")
+    assert index.read(0) == picture()
+    assert victim.read_bytes() == b"victim"
+    assert not (tmp_path / "set/.wmse_index/train-000000.tar").is_symlink()
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_cache_that_is_a_link_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "home").mkdir()
+    write_images(tmp_path / "set/train/c", 2, seed=0)
+    (tmp_path / "set/.wmse_index").symlink_to(tmp_path / "home")
+    assert len(open_index(tmp_path / "set", "train")) == 2
+    assert list((tmp_path / "home").iterdir()) == []
+    assert len(list((tmp_path / "cache/wmse").rglob("train.index"))) == 1
+
+
+def test_prepare_takes_no_tars_and_writes_into_its_folder_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = tmp_path / "victim.jpg"
+    victim.write_bytes(b"victim")
+    nasty_tar(tmp_path / "tars/train-000000.tar", victim)
+    before = files_below(tmp_path)
+    assert main(["prepare", str(tmp_path / "tars"), str(tmp_path / "dest")]) == 2
+    assert "no folders in it" in capsys.readouterr().err
+    assert files_below(tmp_path) == before
+    write_images(tmp_path / "folder/train/c", 2, seed=0)
+    (tmp_path / "folder/train/c/link.jpg").symlink_to(victim)
+    (tmp_path / "folder/train/c/..evil.jpg").write_bytes(picture())
+    (tmp_path / "folder/train/c/back\\..\\slash.jpg").write_bytes(picture())
+    before = files_below(tmp_path)
+    assert main(["prepare", str(tmp_path / "folder"), str(tmp_path / "dest")]) == 0
+    new = set(files_below(tmp_path)) - set(before)
+    assert new == {f"dest/{name}" for name in ("train-000000.tar", "train.index", "train.bad.txt", "dataset.json")}
+    with tarfile.open(tmp_path / "dest/train-000000.tar") as tar:
+        assert all(m.isreg() and "/" not in m.name and not m.name.startswith(".") for m in tar)
+    assert victim.read_bytes() == b"victim"
+
+
+# --- a whole run ---
+
+ODD_NAMES = (
+    "line\nend",
+    "\x1b[2J\x1b[31mred",
+    "'quotes\"",
+    "<script>alert(1)<\\script>",
+    "\u202etxt",
+    os.fsdecode(b"\xff\xfe"),
+)
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z] \S")
+
+
+@pytest.fixture(scope="module")
+def odd_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list, set]:
+    """A run over a set whose bad files have odd names: its folder, connections seen in its steps, audited network calls."""
+    folder = tmp_path_factory.mktemp("odd")
+    write_images(folder / "set/train/c", 42, seed=0)
+    bad = [folder / "set/train/c" / f"{name}.jpg" for name in ODD_NAMES]
+    for path in bad:
+        path.write_bytes(picture())
+    assert len(open_index(folder / "set", "train")) == 48
+    for path in bad:
+        path.write_bytes(b"no picture \x1b[0m\n")
+    (folder / "tiny.yaml").write_text(TINY)
+    connections, calls, watching = [], set(), [True]
+    collect = ViewLoader._collect
+
+    def look(self, *arguments):
+        connections.append(psutil.Process().net_connections(kind="all"))
+        return collect(self, *arguments)
+
+    def audit(event: str, arguments: tuple) -> None:
+        if watching and event in ("socket.bind", "socket.connect", "socket.sendto", "socket.getaddrinfo"):
+            calls.add((event, str(arguments[1:])))
+
+    sys.addaudithook(audit)  # can't be taken off again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ViewLoader, "_collect", look)
+        words = [
+            "pretrain",
+            "--config",
+            folder / "tiny.yaml",
+            "--data.root",
+            folder / "set",
+            "--run_dir",
+            folder / "run",
+        ]
+        assert main([str(word) for word in words]) == 0
+    watching.clear()
+    return folder, connections, calls
+
+
+def test_a_run_of_one_process_neither_listens_nor_connects(odd_run) -> None:
+    _, connections, calls = odd_run
+    assert len(connections) == 9
+    assert connections == [[]] * 9
+    assert calls == set()
+
+
+def test_names_of_files_are_one_line_of_the_log(odd_run) -> None:
+    folder, _, _ = odd_run
+    text = (folder / "run/log.txt").read_bytes().decode("utf-8")
+    lines = text.removesuffix("\n").split("\n")
+    assert [line for line in lines if not LOG_LINE.match(line)] == []
+    assert all(line.isprintable() for line in lines)
+    assert sum("can't use c/" in line for line in lines) == len(ODD_NAMES)
+    assert any("can't use c/line\\nend.jpg" in line for line in lines)
+    assert any("can't use c/\\x1b[2J\\x1b[31mred.jpg" in line for line in lines)
+
+
+def test_names_of_files_are_json_a_line(odd_run) -> None:
+    folder, _, _ = odd_run
+    entries = [json.loads(line) for line in (folder / "run/quarantine.jsonl").read_text(encoding="ascii").splitlines()]
+    assert len(entries) == len(ODD_NAMES)
+    assert all(entry["image"].isprintable() and entry["problem"].isprintable() for entry in entries)
+    assert "c/'quotes\".jpg" in {entry["image"] for entry in entries}
+    for line in (folder / "run/metrics.jsonl").read_text(encoding="ascii").splitlines():
+        json.loads(line)
+
+
+def test_a_preview_holds_pixels_only(odd_run) -> None:
+    folder, _, _ = odd_run
+    words = ["preview", "--config", folder / "tiny.yaml", "--data.root", folder / "set", "--out", folder / "p.png"]
+    assert main([str(word) for word in words]) == 0
+    with Image.open(folder / "p.png") as shown:
+        assert shown.format == "PNG"
+        assert shown.info == {}
