@@ -6,12 +6,14 @@ That the source has no call that would is held by test_code_scan.py.
 import gzip
 import io
 import json
+import logging
 import os
 import pickle
 import re
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,19 @@ from trainer.data.index import Index, open_index
 from trainer.data.index_file import _HEADER, MAGIC, VERSION, IndexContent, read_index, write_index
 from trainer.data.loader import ViewLoader
 from trainer.errors import InputError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """The commands set up the root logger, which other files' tests have of their own."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
 
 # --- files that would run something ---
 
