@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 class Saver:
     """Writes one checkpoint at a time in a thread of its own; it keeps one copy of a checkpoint in host memory.
 
-    A save that fails for want of room, rights or a folder (OSError) ends no run: it is logged, and told once, by `failure` or
-    `wait`. Anything else that goes wrong in the thread is a fault of ours and raised by whichever method comes next."""
+    A save that fails for want of room, rights or a folder (OSError) is logged, and told by `failure` once and by `wait`: the
+    caller decides. Anything else that goes wrong in the thread is a fault of ours and raised by the method called next."""
 
     def __init__(self, folder: Path, keep_last: int, keep_every_steps: int = 0) -> None:
         """folder, keep_last, keep_every_steps: as `save_checkpoint` takes them."""
@@ -31,6 +31,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._untold: OSError | None = None
+        self._last: OSError | None = None
         self._fault: BaseException | None = None
         self.failed_in_a_row = 0
 
@@ -58,11 +59,11 @@ class Saver:
         return error
 
     def wait(self) -> None:
-        """Until all is on the disk. Raises the OSError of a save that failed and was not told yet."""
+        """Until what was given last is on the disk. Raises the OSError where it can't be, whether told before or not."""
         self._join()
-        error = self.failure()
-        if error is not None:
-            raise error
+        self.failure()
+        if self._last is not None:
+            raise self._last
 
     def close(self) -> None:
         """Wait for the thread. A failed save was logged and is not raised again here, where another error may be under way."""
@@ -92,12 +93,12 @@ class Saver:
             for event in copied:
                 event.synchronize()
             path = save_checkpoint(self._folder, content, self._keep_last, self._keep_every_steps)
-            self.failed_in_a_row = 0
+            self.failed_in_a_row, self._last = 0, None
             _log.info("saved %s (%.1f s)", path, time.perf_counter() - began)
         except OSError as error:
             self.failed_in_a_row += 1
             with self._lock:
-                self._untold = error
+                self._untold = self._last = error
             _log.error(
                 "the checkpoint of step %d was NOT saved to %s: %s; %d save(s) in a row failed; %s",
                 content["step"],

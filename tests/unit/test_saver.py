@@ -133,19 +133,26 @@ def test_a_full_disk_is_told_once_and_the_next_save_may_work(
     assert isinstance(error, OSError)
     assert "too large" in str(error)
     assert saver.failure() is None
-    saver.wait()
     saver.save(content(4, numel=1_000_000))
     saver.wait()
     assert saver.failed_in_a_row == 0
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 4]
 
 
-def test_wait_raises_what_was_not_told(saver: Saver) -> None:
+def test_wait_raises_where_the_last_one_is_not_on_the_disk(saver: Saver) -> None:
+    """Whether it was told before or not: a run that ends asks each step and at the end."""
     with files_up_to(100):
         saver.save(content(2))
         with pytest.raises(OSError, match="too large"):
             saver.wait()
-    assert saver.failure() is None
+        assert saver.failure() is None
+        saver.save(content(3))
+        saver.close()
+    assert saver.failure() is not None
+    with pytest.raises(OSError, match="too large"):
+        saver.wait()
+    saver.save(content(4))
+    saver.wait()
 
 
 def test_a_folder_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
