@@ -224,11 +224,6 @@ def _strip(name: str) -> str:
     return name.replace("._orig_mod.", ".")
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's tensors under plain names, each with storage of its own (BatchNorm's statistics share one)."""
-    return {name: value.detach().cpu().clone() for name, value in plain_names(model.state_dict()).items()}
-
-
 def load_encoder(model: nn.Module, path: Path) -> None:
     """Put the encoder of another run's checkpoint into `model` (plain, not wrapped); the projector stays as it is.
 
