@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class BadImages:
     known: Mapping[int, str] = field(default_factory=dict)
     quarantine: Path | None = None
     rank: int = 0
-    record: Callable[[str, str], None] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.index)
@@ -65,8 +64,6 @@ class BadImages:
         if self.quarantine is not None:
             entry = {"step": step, "id": image_id, "image": name, "problem": problem, "rank": self.rank}
             _append(self.quarantine, entry)
-        if self.record is not None:
-            self.record(name, problem)
         self._stop_where_too_many(f"the last {name}: {problem}")
 
     def _stop_where_too_many(self, what: str) -> None:

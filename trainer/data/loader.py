@@ -100,12 +100,11 @@ class ViewLoader:
         end_step: int,
         quarantine: Path | None = None,
         rank: int = 0,
-        record_bad: Callable[[str, str], None] | None = None,
     ) -> None:
         self.index, self.recipe, self.requests = index, recipe, requests
         self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
         known = read_quarantine(quarantine, first_step) if quarantine else {}
-        self.bad = BadImages(index, config.max_bad_share, known, quarantine, rank, record_bad)
+        self.bad = BadImages(index, config.max_bad_share, known, quarantine, rank)
         self._reader = ImageReader(index)
         threads = config.threads or own_cores()
         self._place = Placement(device.index or 0 if device.type == "cuda" else None, threads, 2)
