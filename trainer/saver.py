@@ -139,7 +139,7 @@ class HostCopy:
 
         copied = map_tensors(content, copy)
         self._memory = memory
-        return copied, [torch.cuda.current_stream(device).record_event() for device in devices]
+        return copied, [_event(device) for device in devices]
 
     def _room(self, path: tuple[Any, ...], tensor: Tensor) -> Tensor:
         """Host memory for a tensor, pinned where it comes from a GPU: a copy to pageable memory would wait."""
@@ -147,3 +147,10 @@ class HostCopy:
         if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
             room = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
         return room
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """After what is queued on the device's current stream; the thread that waits for it sleeps, and takes no core."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

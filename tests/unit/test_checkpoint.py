@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -135,6 +136,18 @@ def test_a_full_disk_is_an_oserror_and_leaves_the_old_ones(limit: int, tmp_path:
         save_checkpoint(tmp_path, content, 1)
     assert caught.value.errno == errno.EFBIG
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
+
+
+def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that the temporary file could not be deleted, where its folder went with it."""
+
+    def lost(*_: object) -> None:
+        shutil.rmtree(tmp_path / "checkpoints")
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", lost)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path / "checkpoints", 1)
 
 
 def test_a_folder_that_has_gone_is_not_made_again_somewhere_else(tmp_path: Path) -> None:
@@ -287,7 +300,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in [0, 1, 3, 4, 100, *range(500, len(whole), 501), len(whole) - 22, len(whole) - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(InputError, match="can't read checkpoint"):
+        with pytest.raises(InputError, match=r"can't read checkpoint .* it is cut off, damaged or not one"):
             load_checkpoint(path)
 
 
