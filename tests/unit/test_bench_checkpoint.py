@@ -16,6 +16,7 @@ from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.device import choose_device
 from trainer.distributed import Ranks
+from trainer.errors import InputError
 from trainer.model import build_model
 
 
@@ -60,6 +61,11 @@ def test_figures_of_a_small_model(config: Config, tmp_path: Path, monkeypatch: p
     assert 0 < result["stall_ms"]["median"] < 1000 * result["write_s"]["median"]
     assert result["percent_of_loop"]["standing_still"] == pytest.approx(result["stall_ms"]["median"] / 3000)
     assert {"device", "cores", "versions", "commit", "file_system"} <= set(result)
+
+
+def test_a_folder_that_is_not_there(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--folder .*nowhere: there is no such folder"):
+        bench_checkpoint(config, 1.0, tmp_path / "nowhere")
 
 
 def test_saves_go_on_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

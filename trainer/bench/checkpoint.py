@@ -18,6 +18,7 @@ from trainer.checkpoint import checkpoint_path, load_checkpoint, plain_names
 from trainer.config import Config
 from trainer.device import choose_device
 from trainer.distributed import Ranks
+from trainer.errors import InputError
 from trainer.machine import provenance
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer, update
@@ -39,7 +40,10 @@ def bench_checkpoint(config: Config, seconds: float, folder: Path | None = None)
     slowdown: time of small operations while a file is written, over that before it (Python's lock, and cores that are short);
     null where the writing is too short to tell.
     percent_of_loop: what a run that saves every five minutes loses, standing still, and with the slowdown.
+    Raises InputError where there is no such folder.
     """
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"--folder {folder}: there is no such folder; make it first")
     device = choose_device(config, Ranks())
     model = build_model(config, Ranks()).to(device)
     BatchNormStatistics(model)
