@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 NEVER = -1
 _context = multiprocessing.get_context("forkserver")
@@ -43,8 +46,8 @@ class Faults:
     """(step, signal): the process sends it to itself."""
     kill_in_save: tuple[int, str] = (NEVER, "")
     """(n, place): SIGKILL in the n-th save of this process, from 0; place: writing, fsync, rename, renamed."""
-    disk_bytes: int = NEVER
-    """Checkpoints beyond this many bytes in all meet a full disk."""
+    full_disk: tuple[int, int] = (NEVER, NEVER)
+    """The n-th save of this process, from the first number up to but without the second, meets a full disk half way."""
     disk_errno: int = errno.ENOSPC
     """ENOSPC: full; EDQUOT: quota."""
     poison: str = ""
@@ -57,6 +60,8 @@ class Faults:
     """How: vanished, denied, io_error (always), io_error_once, cut, hangs."""
     bad_reads_after: int = 0
     """Reads of this process that go well before any fails."""
+    watch: str = ""
+    """File to which each step appends a line: step, RSS and PSS in bytes, open files, threads."""
 
 
 def install(faults: Faults) -> None:
@@ -81,6 +86,8 @@ def _break_steps(faults: Faults) -> None:
         global _step_now
         for batch in plain(self):
             _step_now = batch.step
+            if faults.watch:
+                _append_sizes(faults.watch, batch.step)
             if batch.step == faults.kill_at_step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if batch.step == faults.freeze_at_step:
@@ -94,29 +101,34 @@ def _break_steps(faults: Faults) -> None:
     ViewLoader.__iter__ = iterate  # type: ignore[method-assign]
 
 
+def _append_sizes(path: str, step: int) -> None:
+    me = psutil.Process()
+    memory = me.memory_full_info()
+    with open(path, "a") as file:
+        file.write(f"{step} {memory.rss} {memory.pss} {me.num_fds()} {me.num_threads()}\n")
+
+
 def _break_saves(faults: Faults) -> None:
     number, place = faults.kill_in_save
-    if number == NEVER and faults.disk_bytes == NEVER:
+    if number == NEVER and faults.full_disk[0] == NEVER:
         return
     from trainer import checkpoint, files
 
     plain_write, plain_save = files.atomic_write, checkpoint.save_checkpoint
-    saves = used = 0
+    saves = 0
 
     class File:
-        """A checkpoint's file on a disk of few bytes."""
+        """A checkpoint's file, on a disk that is full or in a process that is killed."""
 
         def __init__(self, file: Any) -> None:
             self._file = file
 
         def write(self, data: Any) -> int:
-            nonlocal used
-            if place == "writing" and saves > number != NEVER:
+            if place == "writing" and saves > number:
                 self._file.write(bytes(data)[: len(data) // 2])
                 self._file.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
-            used += memoryview(data).nbytes
-            if NEVER < faults.disk_bytes < used:
+            if faults.full_disk[0] < saves <= faults.full_disk[1]:
                 raise OSError(faults.disk_errno, os.strerror(faults.disk_errno))
             return int(self._file.write(data))
 
@@ -265,7 +277,19 @@ def _main(words: list[str], env: dict[str, str], faults: Faults, log: str) -> No
     sys.exit(main(words))
 
 
+def _as_command() -> int:
+    """python -m tests.faults '{"raise_at_step": 3}' pretrain ...: for torchrun."""
+    install(Faults(**json.loads(sys.argv[1])))
+    from trainer.cli import main
+
+    return main(sys.argv[2:])
+
+
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(_as_command())

@@ -9,10 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
+
+if TYPE_CHECKING:
+    from trainer.config import Config
 
 Words = Sequence[str]
 
@@ -198,9 +201,10 @@ def check_data(words: Words) -> int:
 
 
 def bench(words: Words) -> int:
-    """Measure: loss (implementations of W-MSE) or loader (views a second). JSON on the last line."""
+    """Measure: loss (implementations of W-MSE), loader (views a second), or checkpoint. JSON on the last line."""
     parser = _parser(bench)
-    parser.add_argument("kind", choices=("loss", "loader"))
+    measures = {"loss": _bench_loss, "loader": _bench_loader, "checkpoint": _bench_checkpoint}
+    parser.add_argument("kind", choices=tuple(measures))
     parser.add_argument(
         "--config",
         type=Path,
@@ -227,12 +231,20 @@ def bench(words: Words) -> int:
     parser.add_argument(
         "--sweep", action="store_true", help="loss: the whitening alone over numbers, rows and sizes of slices"
     )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint: where files are written, and deleted afterwards (default: the system's temporary folder)",
+    )
     own, settings = _parse_with_settings(parser, words)
+    if own.folder is not None and own.kind != "checkpoint":
+        raise InputError("--folder is for wmse bench checkpoint")
     if own.seconds <= 0:
         raise InputError(f"--seconds is {own.seconds}: give a time above 0")
     if own.out is not None and not own.out.parent.is_dir():
         raise InputError(f"--out {own.out}: there is no folder {own.out.parent}; make it first")
-    result = (_bench_loss if own.kind == "loss" else _bench_loader)(own, settings)
+    result = measures[own.kind](own, settings)
     text = json.dumps(result)
     if own.out is not None:
         from trainer.files import write_text
@@ -271,13 +283,24 @@ def _bench_loss(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
 
 def _bench_loader(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
     from trainer.bench.loader import bench_loader
+
+    return bench_loader(_experiment(own, settings), own.seconds)
+
+
+def _bench_checkpoint(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
+    from trainer.bench.checkpoint import bench_checkpoint
+
+    return bench_checkpoint(_experiment(own, settings), own.seconds, own.folder)
+
+
+def _experiment(own: argparse.Namespace, settings: list[str]) -> Config:
     from trainer.config_load import load_config
 
     if own.config is None:
-        raise InputError("wmse bench loader needs --config FILE")
+        raise InputError(f"wmse bench {own.kind} needs --config FILE")
     if own.sweep or own.shapes or own.ranks is not None:
         raise InputError("--shapes, --sweep and --ranks are for wmse bench loss")
-    return bench_loader(load_config(own.config, settings), own.seconds)
+    return load_config(own.config, settings)
 
 
 COMMANDS: dict[str, Callable[[Words], int]] = {

@@ -48,8 +48,7 @@ def find_ranks() -> Ranks:
 
 @contextmanager
 def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> Iterator[None]:
-    """The group of all ranks while the block runs; none where this process is alone. A collective fails after nine tenths of
-    the time-out, so that a rank that waits for another says so before its watchdog ends it."""
+    """The group of all ranks while the block runs; none where this process is alone."""
     if ranks.world_size == 1:
         yield
         return
@@ -63,7 +62,7 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
         "nccl" if on_gpu else "gloo",
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timedelta(minutes=0.9 * timeout_minutes),
+        timeout=_collective_timeout(timeout_minutes),
         device_id=device if on_gpu else None,
     )
     try:
@@ -103,12 +102,20 @@ def slice_group_size(images_per_rank: int, world_size: int, rows_together: int) 
     return size
 
 
-def make_slice_group(size: int, ranks: Ranks) -> Any:
+def make_slice_group(size: int, ranks: Ranks, timeout_minutes: float) -> Any:
     """The process group of this rank's neighbours; None where it is alone in it. Every rank calls this."""
     if size == 1:
         return None
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks.world_size, size)]
+    timeout = _collective_timeout(timeout_minutes)  # a new group does not take over that of all
+    groups = [
+        dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, ranks.world_size, size)
+    ]
     return groups[ranks.rank // size]
+
+
+def _collective_timeout(timeout_minutes: float) -> timedelta:
+    """Shorter than the watchdog's, so that a rank that waits for another says so before it is ended."""
+    return timedelta(minutes=0.8 * timeout_minutes)
 
 
 def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:

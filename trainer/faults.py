@@ -1,7 +1,9 @@
 """Steps whose numbers fail: what failed as one integer that all ranks agree on, how often, and the signs before it happens.
 
-A rank's possible faults, in this order: view 0 .. d-1 has a slice that could not be whitened, the loss is not finite, a
-gradient is not finite. The ranks agree on the first rank that has one, and its first.
+The list of all faults, causes before consequences (a NaN of one rank is in every rank's gradients):
+    rank 0's slices of view 0 .. d-1, rank 1's, ...    one could not be whitened
+    rank 0's loss, rank 1's, ...                       not finite
+    a gradient                                         not finite
 """
 
 from __future__ import annotations
@@ -22,27 +24,36 @@ class TrainingFailedError(RuntimeError):
     """Training can't go on; the last good checkpoint stays."""
 
 
-def fault_code(ok: Tensor, loss: Tensor, gradients: list[Tensor], num_views: int, ranks: Ranks) -> Tensor:
-    """0-d int32 on the device: 0 where all is well, else the higher the earlier in the list of all ranks' faults, so that
-    the largest over all ranks is the first.
+def fault_codes(num_views: int, rank: int, world_size: int) -> list[int]:
+    """The codes of a rank's faults: its views' slices, its loss, a gradient. The earlier in the list of all, the higher."""
+    losses, slices = 1 + world_size, 1 + world_size + world_size * num_views
+    return [slices - rank * num_views - view for view in range(num_views)] + [losses - rank, 1]
 
-    ok: (slices,) bool, view-major: all slices of view 0 first. loss: 0-d. gradients: of all parameters.
+
+def fault_code(ok: Tensor, loss: Tensor, gradients: list[Tensor], codes: Tensor) -> Tensor:
+    """0-d int32 on the device: the code of this rank's first fault, 0 where there is none. The largest over all ranks is
+    that of the first of all.
+
+    ok: (slices,) bool, view-major: all slices of view 0 first. loss: 0-d. gradients: of all parameters. codes: (d + 2,)
+    int32, `fault_codes` on the device.
     """
-    finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite()  # a sum over ranks of a NaN is one on all
-    sound = torch.cat([ok.view(num_views, -1).all(1), finite[:1], finite[1:].all()[None]])
-    kinds = len(sound)
-    first = (~sound).to(torch.uint8).argmax()
-    return torch.where(sound.all(), 0, kinds * (ranks.world_size - ranks.rank) - first).to(torch.int32)
+    finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite()
+    sound = torch.cat([ok.view(len(codes) - 2, -1).all(1), finite[:1], finite[1:].all()[None]])
+    return torch.where(sound, 0, codes).max()
 
 
-def describe_fault(code: int, num_views: int, ranks: Ranks, group_size: int) -> str:
+def describe_fault(code: int, num_views: int, world_size: int, group_size: int) -> str:
     """What a code above 0 stands for. group_size: ranks whose rows are whitened together."""
-    place, kinds = ranks.world_size * (num_views + 2) - code, num_views + 2
-    rank, kind = divmod(place, kinds)
-    if kind == num_views + 1:
+    if code == 1:
         return "a gradient is not finite, though the loss is"
-    who = f"rank {rank}" if group_size == 1 else f"ranks {rank} to {rank + group_size - 1}"
-    return f"{who}: the loss is not finite" if kind == num_views else f"{who}: a slice of view {kind} can't be whitened"
+    for rank in range(world_size):
+        codes = fault_codes(num_views, rank, world_size)
+        if code in codes:
+            who = f"rank {rank}" if group_size == 1 else f"ranks {rank} to {rank + group_size - 1}"
+            kind = codes.index(code)
+            what = "the loss is not finite" if kind == num_views else f"a slice of view {kind} can't be whitened"
+            return f"{who}: {what}"
+    raise AssertionError(f"no fault has the code {code}")
 
 
 class FaultCounter:
@@ -58,7 +69,7 @@ class FaultCounter:
         self.in_a_row = self.in_a_row + 1 if code else 0
         if not code:
             return
-        what = describe_fault(code, self._num_views, self._ranks, self._group_size)
+        what = describe_fault(code, self._num_views, self._ranks.world_size, self._group_size)
         if self._ranks.is_first:
             _log.warning("step %d: %s; no update was made on any rank (%d in a row)", step, what, self.in_a_row)
         if self.in_a_row > self._most:

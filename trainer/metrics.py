@@ -81,7 +81,7 @@ class LossSums:
     def state(self, ranks: Ranks) -> dict[str, Any]:
         """For a checkpoint between two logged lines: a rank's share of the sums over all. Every rank calls this."""
         sums, pivot = self._over_ranks(ranks)
-        return {"sums": (sums / ranks.world_size).cpu(), "min_pivot": pivot.cpu()}
+        return {"sums": sums / ranks.world_size, "min_pivot": pivot}
 
     def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
         sums, pivot = self.sums.clone(), self.min_pivot.clone()

@@ -16,19 +16,17 @@ class StopRequest:
     """Whether a signal has come."""
 
     asked = False
-    interrupted = False  # by Ctrl-C
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """USR1, USR2, TERM and INT set the flag while the block runs; a second INT stops at once."""
+    """USR1, USR2, TERM and INT set the flag while the block runs; a second INT stops at once, wherever the run hangs."""
     request = StopRequest()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and request.interrupted:
-            raise KeyboardInterrupt
         request.asked = True
-        request.interrupted |= number == signal.SIGINT
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's: an exception would wait for threads that hang
         _log.warning("%s: the run saves and stops after the steps under way", signal.Signals(number).name)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}

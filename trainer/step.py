@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.batch_norm import BatchNormStatistics
 from trainer.config import LossConfig
 from trainer.distributed import Ranks, agree
-from trainer.faults import fault_code
+from trainer.faults import fault_code, fault_codes
 from trainer.losses.gather import gather_rows
 from trainer.losses.wmse import wmse_loss_with_status
 from trainer.optimizer import update
@@ -50,6 +50,8 @@ class TrainStep:
         self.model, self.optimizer, self.loss, self.num_views = model, optimizer, loss, num_views
         self.autocast_dtype, self.ranks, self.slice_group = autocast_dtype, ranks, slice_group
         self.statistics = BatchNormStatistics(model)
+        codes = fault_codes(num_views, ranks.rank, ranks.world_size)
+        self.fault_codes = torch.tensor(codes, dtype=torch.int32, device=next(model.parameters()).device)
 
     def __call__(
         self, pixels: Tensor, permutations: Tensor, learning_rate: float, *, stop: bool = False, save: bool = False
@@ -64,7 +66,7 @@ class TrainStep:
         loss, ok, min_pivot = self._loss(embeddings, permutations)
         loss.backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        fault = fault_code(ok, loss.detach(), gradients, self.num_views, self.ranks)
+        fault = fault_code(ok, loss.detach(), gradients, self.fault_codes)
         agreed = agree(torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)]), self.ranks)
         failed = agreed[0] > 0
         update(self.optimizer, learning_rate, failed)

@@ -9,7 +9,6 @@ import torch
 from tests.integration.launch import run, wmse
 from tests.integration.two_ranks_worker import CASES
 from trainer.cli import main
-from trainer.distributed import Ranks
 from trainer.faults import describe_fault
 
 WORKER = "tests/integration/two_ranks_worker.py"
@@ -44,7 +43,7 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
     assert wishes == [True, False]  # stop as the last rank wished, save
     assert (fault > 0) == ("fails" in case)
     if fault:
-        assert describe_fault(fault, 2, Ranks(0, 2), 1) == "rank 1: a slice of view 0 can't be whitened"
+        assert describe_fault(fault, 2, 2, 1) == "rank 1: a slice of view 0 can't be whitened"
 
 
 def test_a_line_is_of_all_ranks(results: tuple[Results, Results]) -> None:

@@ -49,7 +49,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         num_views=views,
         autocast_dtype=None,
         ranks=ranks,
-        slice_group=make_slice_group(group_size, ranks),
+        slice_group=make_slice_group(group_size, ranks, 1.0),
     )
     pixels = torch.randint(
         0, 256, (views, IMAGES, 3, 16, 16), generator=torch.Generator().manual_seed(1), dtype=torch.uint8

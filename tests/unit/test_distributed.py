@@ -113,11 +113,19 @@ def test_groups_that_do_not_fit_the_ranks() -> None:
 
 def test_slice_groups_are_neighbours_and_made_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[int]] = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks: made.append(ranks) or ranks)
-    found = [make_slice_group(2, Ranks(rank, 6)) for rank in range(6)]
+    timeouts = []
+
+    def new_group(ranks: list[int], timeout: timedelta) -> list[int]:
+        made.append(ranks)
+        timeouts.append(timeout)
+        return ranks
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    found = [make_slice_group(2, Ranks(rank, 6), 10.0) for rank in range(6)]
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
     assert made == [[0, 1], [2, 3], [4, 5]] * 6
-    assert make_slice_group(1, Ranks(3, 6)) is None
+    assert set(timeouts) == {timedelta(minutes=8)}
+    assert make_slice_group(1, Ranks(3, 6), 10.0) is None
 
 
 def test_precision_by_name() -> None:

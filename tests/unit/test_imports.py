@@ -52,6 +52,7 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.loop",
         "trainer.preview",
         "trainer.evaluate.run",
+        "trainer.bench.checkpoint",
         "trainer.bench.loader",
         "trainer.bench.loss",
         "trainer.bench.sweep",

@@ -1,0 +1,85 @@
+"""The code of a fault, how many are borne, and the warnings before a collapse."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from trainer.distributed import Ranks
+from trainer.faults import CollapseWatch, FaultCounter, TrainingFailedError, describe_fault, fault_code, fault_codes
+
+D, W = 3, 2  # views, ranks
+SOUND = torch.ones(D * 4, dtype=torch.bool)
+GRADIENTS = [torch.ones(2, 3), torch.zeros(4)]
+
+
+def code(
+    rank: int = 0, bad_slices: tuple[int, ...] = (), loss: float = 1.0, gradients: list[torch.Tensor] = GRADIENTS
+) -> int:
+    ok = SOUND.clone()
+    ok[list(bad_slices)] = False
+    codes = torch.tensor(fault_codes(D, rank, W))
+    return int(fault_code(ok, torch.tensor(loss), gradients, codes))
+
+
+def test_no_fault_is_0() -> None:
+    assert code() == code(1) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_fault_is_told_by_its_code(rank: int) -> None:
+    for view in range(D):
+        assert (
+            describe_fault(code(rank, (4 * view + 3,)), D, W, 1)
+            == f"rank {rank}: a slice of view {view} can't be whitened"
+        )
+    for loss in (math.nan, math.inf):
+        assert describe_fault(code(rank, loss=loss), D, W, 1) == f"rank {rank}: the loss is not finite"
+    for value in (math.nan, -math.inf):
+        broken = [GRADIENTS[0], torch.tensor([0, value])]
+        assert describe_fault(code(rank, gradients=broken), D, W, 1) == "a gradient is not finite, though the loss is"
+    assert describe_fault(code(0, (0,)), D, W, 2) == "ranks 0 to 1: a slice of view 0 can't be whitened"
+
+
+def test_the_largest_code_is_the_first_cause() -> None:
+    """Of a rank and over ranks: slices by rank and view, then losses by rank, then gradients."""
+    broken = [torch.tensor([math.nan])]
+    order = [code(0, (0, 11)), code(0, (5,)), code(0, (11,), loss=math.nan), code(1, (0,), gradients=broken), code(1, (8,)),
+             code(0, loss=math.nan, gradients=broken), code(1, loss=math.nan), code(1, gradients=broken)]  # fmt: skip
+    assert order == sorted(order, reverse=True)
+    assert len(set(order)) == len(order)
+    assert min(order) == code(0, gradients=broken) == 1
+
+
+def test_a_run_of_failures_ends_the_run_past_the_bound(caplog: pytest.LogCaptureFixture) -> None:
+    counter = FaultCounter(2, D, Ranks(0, W), 1)
+    for step, fault in enumerate([1, 1, 0, 1, 1]):
+        counter.count(step, fault)
+    assert [record.getMessage()[-12:] for record in caplog.records] == ["(1 in a row)", "(2 in a row)"] * 2
+    with pytest.raises(TrainingFailedError, match=r"3 steps in a row failed .*, the last 5: rank 1: a slice of view 2"):
+        counter.count(5, code(1, (8,)))
+
+
+def test_only_the_first_rank_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    FaultCounter(2, D, Ranks(1, W), 1).count(0, 1)
+    assert not caplog.records
+
+
+def warnings_of(values: list[tuple[float, float]], caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Steps that were warned of."""
+    watch = CollapseWatch()
+    for step, (min_pivot, effective_rank) in enumerate(values):
+        watch.see(step, min_pivot, effective_rank)
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    return [int(record.getMessage().split(":")[0].removeprefix("step ")) for record in caplog.records]
+
+
+def test_a_small_pivot_is_warned_of_once_and_again_at_a_tenth(caplog: pytest.LogCaptureFixture) -> None:
+    pivots = [1e-2, 9e-5, 5e-5, 1e-3, 8.9e-6, 8.8e-6, 0.0]
+    assert warnings_of([(pivot, 8.0) for pivot in pivots], caplog) == [1, 4]
+
+
+def test_a_falling_effective_rank_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = [2.0, 16.0, 12.0, 4.1, 3.9, 3.8, math.nan, 1.1, 0.9]
+    assert warnings_of([(0.1, rank) for rank in ranks], caplog) == [4, 8]
