@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test soak lint clean
 
 setup: .venv/installed
 
@@ -16,6 +16,11 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# strikes runs for MINUTES and compares each with the unbroken one: make soak MINUTES=60
+MINUTES ?= 10
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,18 +58,37 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
         raise InputError(
             f"{ranks.world_size} ranks, but {' and '.join(missing)} not set: start with torchrun, or set them"
         )
-    on_gpu = device.type == "cuda"
+    on_gpu, timeout = device.type == "cuda", _collective_timeout(timeout_minutes)
+    # torchrun has a store of its own, in its process
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
+        store=None if of_torchrun else _open_store(ranks, timeout),
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=_collective_timeout(timeout_minutes),
+        timeout=timeout,
         device_id=device if on_gpu else None,
     )
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
+    """Where the ranks find each other. It listens on MASTER_ADDR alone: torch's own would on every address of the node."""
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    descriptor = None
+    try:
+        if ranks.is_first:
+            family, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+            descriptor = socket.create_server(address, family=family, backlog=1024).detach()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"rank 0 can't listen on MASTER_ADDR {host}, MASTER_PORT {port} ({error}): give an address of the node of rank 0 "
+            "and a free port"
+        ) from error
+    return dist.TCPStore(host, int(port), ranks.world_size, ranks.is_first, timeout, master_listen_fd=descriptor)
 
 
 def is_of_lost_rank(error: BaseException) -> bool:

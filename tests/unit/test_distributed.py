@@ -1,7 +1,9 @@
 """Who this process is, and how ranks share a step. (Two real ranks: tests/integration/test_two_ranks.py.)"""
 
+import socket
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,11 +66,37 @@ def test_the_group_waits_as_long_as_configured(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.update(options, backend=backend))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.update(destroyed=True))
-    with pytest.raises(RuntimeError, match="inside"), process_group(Ranks(1, 2, 1), torch.device("cpu"), 3):
+    monkeypatch.setattr(dist, "TCPStore", lambda *arguments, **options: (arguments, options))
+    with pytest.raises(RuntimeError, match="inside"), process_group(Ranks(1, 2, 1), torch.device("cpu"), 5):
         raise RuntimeError("inside")
     assert (seen["backend"], seen["rank"], seen["world_size"]) == ("gloo", 1, 2)
-    assert seen["timeout"] == timedelta(minutes=3)
+    assert seen["timeout"] == timedelta(minutes=4)  # a rank that waits for another says so before its watchdog ends it
+    assert seen["store"] == (("localhost", 1, 2, False, timedelta(minutes=4)), {"master_listen_fd": None})
     assert seen["destroyed"]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with process_group(Ranks(1, 2, 1), torch.device("cpu"), 5):
+        assert seen["store"] is None
+
+
+def test_the_store_listens_on_the_address_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, store, **options: stores.append(store))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    plain = dist.TCPStore  # of one rank, so that nobody is waited for
+    monkeypatch.setattr(
+        dist, "TCPStore", lambda host, port, _, *more, **options: plain(host, port, 1, *more, **options)
+    )
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(InputError, match=f"can't listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {port} .*in use"):  # noqa: SIM117
+            with process_group(Ranks(0, 2), torch.device("cpu"), 1):
+                pass
+    with process_group(Ranks(0, 2), torch.device("cpu"), 1):
+        listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+    assert ("127.0.0.1", port) in listening
+    assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
 def test_only_one_rank_of_all_is_the_first() -> None:

@@ -1,0 +1,348 @@
+"""Strikes runs over and over and compares each with the run that nothing happened to. `make soak` runs it for as long as asked.
+
+    python -m tests.soak [--minutes M] [--seed S] [--out FILE.json] [--docs FILE.md]
+
+Each scenario is a row of the table: how often it was tried, how many updates had to be made again, and whether the run ended
+as it should: bit for bit (one rank) or to rounding (a changing number of ranks). Exit code 1 where one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import TINY, write_images
+from tests.faults import Faults, start
+from trainer.files import write_text
+from trainer.machine import provenance
+
+MARK = "<!-- soak -->"
+SAME = ("step", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
+STEPS = 9  # of TINY
+Words = list[str | Path]
+
+
+@dataclass
+class Row:
+    """One kind of fault over all its tries."""
+
+    fault: str
+    injected: str
+    expected: str
+    tries: int = 0
+    strikes: int = 0
+    """Times that a process was struck."""
+    updates_lost: list[int] = field(default_factory=list)
+    """Per strike: updates made that no checkpoint held."""
+    wrong: list[str] = field(default_factory=list)
+    """What was not as expected."""
+
+
+class Soak:
+    """The small set, the unbroken runs, and one folder a try."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.rng, self.tries = folder, random.Random(seed), 0
+        for split, count in (("train", 24), ("val", 8)):
+            for number, name in enumerate(("cats", "dogs")):
+                write_images(folder / "set" / split / name, count, seed=number + 10 * (split == "val"))
+        (folder / "tiny.yaml").write_text(TINY)
+        self.joint = ("--model.batch_norm_ranks", "all", "--optimizer.name", "lars")
+        self._finish(self.words(folder / "joint", *self.joint))
+        began = time.monotonic()
+        self._finish(self.words(folder / "whole"))
+        self.seconds = time.monotonic() - began  # of a run, from the start of its process to the end
+
+    def words(self, run_dir: Path, *more: str) -> Words:
+        return ["pretrain", "--config", self.folder / "tiny.yaml", "--data.root", self.folder / "set", "--run_dir", run_dir,
+                "--checkpoint.every_steps", "2", *more]  # fmt: skip
+
+    def run_dir(self) -> Path:
+        self.tries += 1
+        return self.folder / f"run{self.tries}"
+
+    def _finish(self, words: Words, ranks: int = 1) -> None:
+        for process in start(words, self.folder, ranks=ranks):
+            assert process.wait(120) == 0, process.output()
+
+    def until_done(self, row: Row, words: Words, faults: Callable[[int], Faults | None], codes: set[int]) -> None:
+        """Start the command again and again, struck each time that `faults` says so, until it ends well."""
+        run_dir = Path(words[words.index("--run_dir") + 1])
+        for number in range(100):
+            struck = faults(number)
+            (process,) = start(words, self.folder, struck)
+            code = process.wait(120)
+            if struck is None:
+                if code:
+                    row.wrong.append(f"exit code {code}: {process.output()[-300:]}")
+                return
+            row.strikes += 1
+            row.updates_lost.append(_lost(run_dir))
+            if code not in codes:
+                row.wrong.append(f"exit code {code}, not {codes}: {process.output()[-300:]}")
+
+
+def _lost(run_dir: Path) -> int:
+    """Logged steps beyond the newest checkpoint."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    logged = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+    saved = [int(path.stem.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*.pt")]
+    return max([0, *logged]) - max([0, *saved])
+
+
+def compare(row: Row, run_dir: Path, whole: Path, *, exact: bool) -> None:
+    """The log lines and, where exact, the weights."""
+    lines = [[json.loads(text) for text in (d / "metrics.jsonl").read_text().splitlines()] for d in (run_dir, whole)]
+    ours, theirs = ([{key: line[key] for key in SAME} for line in found] for found in lines)
+    if exact:
+        if ours != theirs:
+            row.wrong.append(f"{run_dir.name}: other log lines")
+        models = [_weights(d) for d in (run_dir, whole)]
+        if not all(torch.equal(models[0][name], value) for name, value in models[1].items()):
+            row.wrong.append(f"{run_dir.name}: other weights")
+    elif [line["step"] for line in ours] != [line["step"] for line in theirs] or any(
+        abs(a["loss"] - b["loss"]) > 2e-3 * b["loss"] for a, b in zip(ours, theirs, strict=True)
+    ):
+        row.wrong.append(f"{run_dir.name}: other losses")
+
+
+def _weights(run_dir: Path) -> dict[str, Any]:
+    return torch.load(run_dir / "checkpoints" / f"step_{STEPS:08d}.pt", weights_only=True)["model"]
+
+
+# --- scenarios ---
+
+
+def random_kill(soak: Soak, row: Row) -> None:
+    run_dir = soak.run_dir()
+    words = soak.words(run_dir)
+    while True:
+        (process,) = start(words, soak.folder)
+        patience = soak.rng.uniform(0, soak.seconds) * (3 if row.strikes % 4 == 3 else 1)
+        try:
+            code = process.wait(patience)
+        except TimeoutError:  # and killed it
+            row.strikes += 1
+            row.updates_lost.append(_lost(run_dir))
+            continue
+        if code:
+            row.wrong.append(f"exit code {code}: {process.output()[-300:]}")
+        break
+    compare(row, run_dir, soak.folder / "whole", exact=True)
+
+
+def kill_at_a_step(soak: Soak, row: Row) -> None:
+    run_dir = soak.run_dir()
+    steps = sorted(soak.rng.sample(range(STEPS), 2))
+    strikes = [Faults(kill_at_step=step) for step in steps]
+    soak.until_done(row, soak.words(run_dir), lambda n: strikes[n] if n < 2 else None, {-signal.SIGKILL})
+    compare(row, run_dir, soak.folder / "whole", exact=True)
+
+
+def kill_in_a_save(soak: Soak, row: Row) -> None:
+    run_dir = soak.run_dir()
+    strike = Faults(kill_in_save=(soak.rng.randrange(2), soak.rng.choice(["writing", "fsync", "rename", "renamed"])))
+    soak.until_done(row, soak.words(run_dir), lambda n: strike if n == 0 else None, {-signal.SIGKILL})
+    compare(row, run_dir, soak.folder / "whole", exact=True)
+
+
+def preempted(soak: Soak, row: Row) -> None:
+    run_dir = soak.run_dir()
+    number = soak.rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+    strike = Faults(signal_at_step=(soak.rng.randrange(STEPS - 3), number))
+    soak.until_done(row, soak.words(run_dir), lambda n: strike if n == 0 else None, {75})
+    compare(row, run_dir, soak.folder / "whole", exact=True)
+
+
+def changing_ranks(soak: Soak, row: Row) -> None:
+    """One, two, one rank; the middle two lose a rank on the way."""
+    run_dir, step = soak.run_dir(), soak.rng.randrange(3, 7)
+    words = soak.words(run_dir, *soak.joint)
+    soak._finish([*words, "--max_steps", "3"])
+    codes = [p.wait(120) for p in start(words, soak.folder, Faults(on_rank=1, kill_at_step=step), ranks=2)]
+    row.strikes += 1
+    row.updates_lost.append(_lost(run_dir))
+    if codes != [1, -signal.SIGKILL]:
+        row.wrong.append(f"exit codes {codes}")
+    soak._finish([*words, "--max_steps", "8"], ranks=2)
+    soak._finish(words)
+    compare(row, run_dir, soak.folder / "joint", exact=False)
+
+
+def full_disk(soak: Soak, row: Row) -> None:
+    run_dir, first = soak.run_dir(), soak.rng.randrange(3)
+    strike = Faults(full_disk=(first, first + 2), disk_errno=soak.rng.choice([errno.ENOSPC, errno.EDQUOT]))
+    (process,) = start(soak.words(run_dir), soak.folder, strike)
+    code = process.wait(120)
+    row.strikes += 2
+    if code or process.output().count("was NOT saved") != 2:
+        row.wrong.append(f"exit code {code}: {process.output()[-300:]}")
+    compare(row, run_dir, soak.folder / "whole", exact=True)
+
+
+def torn_checkpoint(soak: Soak, row: Row) -> None:
+    """Cut, or one bit turned, after the run was stopped."""
+    run_dir = soak.run_dir()
+    soak._finish([*soak.words(run_dir), "--max_steps", "6"])
+    before, newest = sorted((run_dir / "checkpoints").glob("step_*.pt"))[-2:]
+    data = bytearray(newest.read_bytes())
+    if soak.rng.random() < 0.5:
+        data = data[: soak.rng.randrange(len(data))]
+    else:
+        data[soak.rng.randrange(len(data) // 2)] ^= 1 << soak.rng.randrange(8)
+    newest.write_bytes(data)
+    row.strikes += 1
+    row.updates_lost.append(int(newest.stem[-8:]) - int(before.stem[-8:]))
+    soak._finish(soak.words(run_dir))
+    compare(row, run_dir, soak.folder / "whole", exact=True)
+
+
+def failing_files(soak: Soak, row: Row) -> None:
+    """The same images fail in a run and in one that is killed on the way."""
+    bad = tuple(soak.rng.sample(range(48), 3))
+    how = soak.rng.choice(["vanished", "denied", "cut"])
+    whole, run_dir, step = soak.run_dir(), soak.run_dir(), soak.rng.randrange(1, STEPS)
+    faults = [Faults(bad_reads=bad, bad_read=how, kill_at_step=s) for s in (-1, step, -1)]
+    for where, fault, code in zip((whole, run_dir, run_dir), faults, (0, -signal.SIGKILL, 0), strict=True):
+        (process,) = start(soak.words(where), soak.folder, fault)
+        if process.wait(120) != code:
+            row.wrong.append(f"{where.name}: {process.output()[-300:]}")
+        if code:
+            row.updates_lost.append(_lost(where))
+    row.strikes += 1
+    named = sorted(json.loads(line)["id"] for line in (run_dir / "quarantine.jsonl").read_text().splitlines())
+    if named != sorted(bad):
+        row.wrong.append(f"{run_dir.name}: quarantine names {named}, not {sorted(bad)}")
+    compare(row, run_dir, whole, exact=True)
+
+
+def failing_numbers(soak: Soak, row: Row) -> None:
+    """Two steps make no update, in a run and in one that is killed between or after them."""
+    first = soak.rng.randrange(1, 6)
+    poison = {"poison": soak.rng.choice(["embeddings", "loss", "gradient"]), "poison_steps": (first, first + 2)}
+    whole, run_dir, step = soak.run_dir(), soak.run_dir(), soak.rng.randrange(first + 1, STEPS)
+    faults = [Faults(**poison, kill_at_step=s) for s in (-1, step, -1)]
+    for where, fault, code in zip((whole, run_dir, run_dir), faults, (0, -signal.SIGKILL, 0), strict=True):
+        (process,) = start(soak.words(where), soak.folder, fault)
+        if process.wait(120) != code:
+            row.wrong.append(f"{where.name}: {process.output()[-300:]}")
+        if code:
+            row.updates_lost.append(_lost(where))
+    row.strikes += 1
+    failed = sum(json.loads(line)["failed_steps"] for line in (whole / "metrics.jsonl").read_text().splitlines())
+    if failed != 2:
+        row.wrong.append(f"{whole.name}: {failed} failed steps counted, not 2")
+    compare(row, run_dir, whole, exact=True)
+
+
+def hanging_rank(soak: Soak, row: Row) -> None:
+    """One that is frozen, or whose files hang: the other ends within the time-out, here 12 s, and so does the second kind."""
+    run_dir, frozen = soak.run_dir(), soak.rng.random() < 0.5
+    hangs = {"bad_reads": tuple(range(48)), "bad_read": "hangs", "bad_reads_after": soak.rng.randrange(24, 50)}
+    strike = Faults(on_rank=1, **({"freeze_at_step": soak.rng.randrange(STEPS)} if frozen else hangs))
+    words, began = soak.words(run_dir, *soak.joint), time.monotonic()
+    first, second = start([*words, "--timeout_minutes", "0.2"], soak.folder, strike, ranks=2)
+    code = first.wait(120)
+    if frozen:
+        second.kill()
+    row.strikes += 1
+    row.updates_lost.append(_lost(run_dir))
+    ended = code == 1 and (frozen or second.wait(30) == 1)
+    if not ended or time.monotonic() - began > 45:
+        row.wrong.append(f"{run_dir.name}: exit code {code} after {time.monotonic() - began:.0f} s")
+    soak._finish(words, ranks=2)
+    compare(row, run_dir, soak.folder / "joint", exact=False)
+
+
+SCENARIOS: list[tuple[Callable[[Soak, Row], None], Row]] = [
+    (random_kill, Row("killed at any moment", "SIGKILL after a random time, again and again", "bit for bit")),
+    (kill_at_a_step, Row("killed in a step", "SIGKILL before two random steps", "bit for bit")),
+    (
+        kill_in_a_save,
+        Row("killed in a save", "SIGKILL while writing, at fsync, at the rename, after it", "bit for bit"),
+    ),
+    (preempted, Row("preempted", "TERM, USR1, USR2 or INT at a random step", "exit code 75, bit for bit")),
+    (
+        changing_ranks,
+        Row("a rank is lost; 1, 2, 1 ranks", "SIGKILL of one of two ranks", "exit code 1, equal to rounding"),
+    ),
+    (hanging_rank, Row("a rank hangs", "SIGSTOP, or reads that never return", "ends in time, equal to rounding")),
+    (
+        failing_numbers,
+        Row("NaN", "in embeddings, loss or gradients of two steps; SIGKILL", "no update, counted, bit for bit"),
+    ),
+    (
+        full_disk,
+        Row("disk full, or over quota", "ENOSPC or EDQUOT in two saves in a row", "said, goes on, bit for bit"),
+    ),
+    (torn_checkpoint, Row("damaged checkpoint", "cut, or one bit turned", "passed over by name, bit for bit")),
+    (
+        failing_files,
+        Row("files vanish, are refused or cut", "3 of 48 images; SIGKILL", "named once, replaced alike, bit for bit"),
+    ),
+]
+
+
+def main() -> int:
+    """Tries each scenario in turn until the time is over, at least once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="how long (default 10); each scenario runs at least once"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the result to this JSON file")
+    parser.add_argument("--docs", type=Path, help=f"put the table between the two lines {MARK} of this file")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="wmse_soak_") as folder:
+        soak = Soak(Path(folder), options.seed)
+        while True:
+            for scenario, row in SCENARIOS:
+                row.tries += 1
+                scenario(soak, row)
+                print(
+                    f"{time.monotonic() - began:6.0f} s  {row.fault}: try {row.tries}, {row.wrong or 'well'}",
+                    flush=True,
+                )
+            if time.monotonic() - began > 60 * options.minutes:
+                break
+    rows = [asdict(row) for _, row in SCENARIOS]
+    result = {"seed": options.seed, "seconds": round(time.monotonic() - began), "rows": rows}
+    print(table(result))
+    if options.out:
+        write_text(options.out, json.dumps(result | provenance(torch.device("cpu")), indent=1) + "\n")
+    if options.docs:
+        before, _, rest = options.docs.read_text().partition(MARK)
+        write_text(options.docs, f"{before}{MARK}\n{table(result)}\n{MARK}{rest.partition(MARK)[2]}")
+    return int(any(row["wrong"] for row in rows))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [
+        "| fault | how injected | tries | strikes | updates made again, mean (most) | should | did not |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        lost = row["updates_lost"]
+        again = f"{sum(lost) / len(lost):.1f} ({max(lost)})" if lost else "none"
+        cells = (row["fault"], row["injected"], row["tries"], row["strikes"], again, row["expected"], len(row["wrong"]))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
