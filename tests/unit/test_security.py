@@ -66,6 +66,7 @@ def mark(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_checkpoint_that_would_run_something_is_refused(mark: Path, tmp_path: Path) -> None:
     content = {"format": 1, "step": 1, "model": {"w": torch.zeros(2)}}
     for place in ("model", "step", "format", "extra"):
@@ -265,6 +266,20 @@ def test_prepare_takes_no_tars_and_writes_into_its_folder_only(
     with tarfile.open(tmp_path / "dest/train-000000.tar") as tar:
         assert all(m.isreg() and "/" not in m.name and not m.name.startswith(".") for m in tar)
     assert victim.read_bytes() == b"victim"
+
+
+@pytest.mark.parametrize("damage", [{"label": [0, 7]}, {"shard": [0, 1]}, {"shard": [65535, 0]}])
+def test_an_index_with_numbers_of_nothing_is_refused_at_once(tmp_path: Path, damage: dict[str, list[int]]) -> None:
+    nasty_tar(tmp_path / "set/train-000000.tar", tmp_path / "victim")
+    open_index(tmp_path / "set", "train")
+    path = tmp_path / "set/.wmse_index/train.index"
+    metadata, columns = read_index(path)
+    columns = {key: np.array(value[:2]) for key, value in columns.items() if not key.startswith("name")}
+    for key, numbers in damage.items():
+        columns[key] = np.array(numbers, columns[key].dtype)
+    write_index(path, IndexContent(columns, ["a", "b"], metadata))
+    with pytest.raises(InputError, match="damaged: it names a class or shard that there is none of"):
+        open_index(tmp_path / "set", "train")
 
 
 # --- a whole run ---

@@ -54,6 +54,7 @@ class Index:
         self._shards = shards
         self._descriptors: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._check_numbers(path)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -86,6 +87,13 @@ class Index:
         if len(data) != nbytes:
             raise OSError(f"{self._shards[number]}: cut: image {self.name(i)} has {len(data)} of {nbytes} bytes")
         return data
+
+    def _check_numbers(self, path: Path) -> None:
+        """A class or shard that there is none of would end a run at the image that names it, hours later."""
+        unknown_class = self.labels.max() >= len(self.class_names)
+        unknown_shard = self._shards is not None and self._columns["shard"].max() >= len(self._shards)
+        if unknown_class or unknown_shard:
+            raise InputError(f"{path}: damaged: it names a class or shard that there is none of; delete it")
 
     def _file_name(self, i: int) -> str:
         return f"{self.class_names[self.labels[i]]}/{self._base_name(i)}"
