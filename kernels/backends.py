@@ -60,7 +60,7 @@ def fastest_backend(device_type: str, batch: int, num_rows: int, size: int, in_f
         for name, time in nearest["microseconds"].items()
         if name != "reference" and why_not(name, device_type, size, in_float64) is None
     }
-    return min(able, key=able.__getitem__) if able else "torch"
+    return min(able, key=able.__getitem__)
 
 
 def _distance(wanted: tuple[int, int, int], cell: tuple[int, int, int]) -> float:

@@ -35,7 +35,8 @@ class DataConfig:
     read_ahead_steps: int = 3
     """Steps whose files are read, and decoded, ahead of need."""
     max_bad_share: float = 0.01
-    """Largest share of unreadable images (of those read so far, once 100 are bad) before the run stops, 0..1."""
+    """Largest share of unusable images, 0..1, before the run stops: of the set (from 10 bad images on), or of those that
+    this rank read (from 100 found on). 0: the tenth stops it; 1: only a set without a usable image does."""
 
 
 @dataclass(frozen=True)

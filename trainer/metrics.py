@@ -193,12 +193,12 @@ def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            is_kept = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last for brackets in brackets in brackets
             _log.warning("%s: dropped a torn line", path)
             continue
-        if record["step"] <= step:
+        if is_kept:
             kept.append(line + "\n")
     write_text(path, "".join(kept))

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import InputError
 from trainer.files import write_text
@@ -72,7 +71,11 @@ def start_logging(run_dir: Path | None, rank: int) -> None:
     handlers: list[logging.Handler] = [_CurrentStderr()]
     if run_dir is not None and rank == 0:
         log_file = run_dir / "log.txt"
-        handlers.append(RotatingFileHandler(log_file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"))
+        handlers.append(
+            RotatingFileHandler(
+                log_file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace"
+            )
+        )
     for handler in handlers:
         handler.setFormatter(
             logging.Formatter(_FORMAT.format(rank=f"rank {rank}: " if rank else ""), "%Y-%m-%d %H:%M:%S")
@@ -85,9 +88,3 @@ def write_state(run_dir: Path, status: str, exit_code: int | None, step: int) ->
     """state.json: what became of the run, for programs (torchrun flattens exit codes)."""
     state = {"status": status, "exit_code": exit_code, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     write_text(run_dir / "state.json", json.dumps(state) + "\n")
-
-
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """One JSON object as a line at the end of a file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -135,7 +135,7 @@ def test_no_dependent_or_constant_column_passes_by_luck(scale):
     x = scale * torch.randn(batch, 60, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     dependent, constant = x.clone(), x.clone()
     dependent[:, :, -1] = 1.7 * x[:, :, 0]
-    constant[:, :, 3] = scale * torch.linspace(-10, 10, batch, device=DEVICE)[:, None]
+    constant[:, :, 3] = scale * torch.linspace(-9.7, 10.3, batch, device=DEVICE)[:, None]
     assert not whiten_with_status(dependent, backend="triton")[1].ok.any()
     assert not whiten_with_status(constant, backend="triton")[1].ok.any()
 
@@ -173,6 +173,17 @@ def test_compiles_as_one_graph():
         torch.testing.assert_close(actual, expected)
 
 
+def test_the_compiler_is_told_what_comes_out():
+    arguments = (rows_of_condition(1, 9, 4, 1e1).float().to(DEVICE), 0.1, False, "triton")
+    torch.library.opcheck(torch.ops.wmse.whiten, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_gradient_is_by_these_kernels_too(monkeypatch):
+    x = rows_of_condition(1, 9, 4, 1e1).float().to(DEVICE)
+    monkeypatch.setattr("kernels.whitening_triton.backward", lambda grad_z, *_: 7 * grad_z)
+    assert torch.equal(value_and_gradient(triton_whiten, x, x)[1], 7 * x)
+
+
 def test_second_derivative_is_refused():
     x = rows_of_condition(1, 9, 4, 1e1).float().to(DEVICE).requires_grad_()
     with pytest.raises(NotImplementedError, match="second derivative"):
@@ -183,7 +194,7 @@ def test_second_derivative_is_refused():
     ("shape", "dtype", "keywords", "message"),
     [
         ((1, 9, 4), torch.float64, {}, "'triton' whitens in float32 only; use backend='auto' or 'torch'"),
-        ((1, 9, 4), torch.float32, {"float64_factor": True}, "float32 only"),
+        ((1, 9, 4), torch.float32, {"float64_factor": True}, "float32 only; use backend='auto' or 'torch'"),
         ((1, 600, 513), torch.float32, {}, "at most 512 dimensions, not 513"),
     ],
 )

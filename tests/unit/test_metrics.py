@@ -91,13 +91,22 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     assert [(at["failed_steps"], at["bad_images"]) for at in lines] == [(0, 1), (0, 1), (2, 1)]
 
 
-def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> None:
+    """Each start goes on after the second last step of the one before."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        writer = MetricsWriter(tmp_path, first, 10, tensorboard=True)
-        for step in steps:
+    for first in range(0, 20, 2):
+        writer = MetricsWriter(tmp_path, first, 30, tensorboard=True)
+        for step in range(first + 1, first + 5):
             writer.write(line(step), [float(step), 0, 0.5, 3.0])
         writer.close()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(step, float(step)) for step in range(1, 23)]
+
+
+@pytest.mark.parametrize("odd", ["7", "{}", '{"step": "3"}', "[" * 100_000, "\udcff"])
+def test_a_line_that_is_no_record_is_dropped(odd: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + odd.encode("utf-8", "surrogateescape") + b"\n")
+    MetricsWriter(tmp_path, 4, 10, tensorboard=False).close()
+    assert path.read_text() == '{"step": 1}\n'

@@ -1,6 +1,7 @@
 """Reads and decodes every file of a set and names those that cannot be used."""
 
 import os
+import stat
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from PIL import Image
 
 from trainer.data.formats import decode_fully, inspect_image
 from trainer.data.index import find_cache
-from trainer.data.index_build import with_progress
+from trainer.data.index_build import open_without_waiting, with_progress
 from trainer.data.index_file import compute_fingerprint, read_index
+from trainer.data.printable import printable
 from trainer.data.shards import SHARD_NAME, describe_shards, iterate_samples, list_shards, uncompress_shard
 from trainer.errors import InputError
 
@@ -63,7 +65,7 @@ def check_data(
             report.checked += 1
             report.converted += converted
             if problem:
-                report.bad.append((place.name, problem))
+                report.bad.append((printable(place.name), problem))
     return report
 
 
@@ -122,7 +124,9 @@ def _places_in_folder(root: Path, folder: Path, report: CheckReport) -> Iterator
 def _check(place: Place) -> tuple[bool, str]:
     """(converted, problem) of one picture."""
     try:
-        with place.path.open("rb") as file:
+        with open(place.path, "rb", opener=open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return False, "a pipe, socket or device"
             file.seek(place.offset)
             data = file.read(place.nbytes)
         info = inspect_image(data)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.index_build import LAYOUT, build_folder, find_class_names, log_left_out
+from trainer.data.index_build import LAYOUT, build_folder, find_class_names, log_left_out, open_without_waiting
 from trainer.data.index_file import Columns, IndexContent, read_index, write_index
 from trainer.data.printable import printable
 from trainer.data.shards import (
@@ -126,7 +126,7 @@ def _read_file(folder: Path, name: str) -> bytes:
     if name.startswith("/") or ".." in name.split("/"):
         raise OSError(f"{folder}: the index names a file outside of it: {printable(name)}")
     path = folder / name
-    with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+    with open(path, "rb", buffering=0, opener=open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path}: not a plain file any more")
         try:
@@ -134,11 +134,6 @@ def _read_file(folder: Path, name: str) -> bytes:
         except OSError as error:
             error.filename = str(path)
             raise
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """An opener for `open`: a named pipe that nobody writes to is not waited for."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _reopen(path: Path, descriptor: int) -> None:

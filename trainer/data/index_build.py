@@ -2,6 +2,7 @@
 
 import logging
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.progress import track
 
 from trainer.data.formats import HEAD_BYTES, ImageInfo, inspect_head, inspect_image
 from trainer.data.index_file import Columns, IndexContent
+from trainer.data.printable import printable
 from trainer.errors import InputError
 
 LAYOUT = "expected ROOT/SPLIT/CLASS/IMAGE (such as train/n01440764/n01440764_18.JPEG) or shards ROOT/SPLIT-000000.tar"
@@ -90,12 +92,21 @@ def inspect_stored(descriptor: int, offset: int, nbytes: int) -> ImageInfo:
     return inspect_head(os.pread(descriptor, HEAD_BYTES, offset)) or inspect_image(os.pread(descriptor, nbytes, offset))
 
 
+def open_without_waiting(path: str, flags: int) -> int:
+    """An opener for `open`: a named pipe that nobody writes to is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def assemble_content(
     columns: Columns, names: list[str], verdicts: list[Verdict], metadata: dict[str, Any], display_names: list[str]
 ) -> IndexContent:
     """Join columns and verdicts; bad files are left out and listed. Raises InputError where no image remains."""
     kept = np.array([info.kind != "bad" for _, info in verdicts], bool)
-    bad = [(name, info.problem) for name, (_, info) in zip(display_names, verdicts, strict=True) if info.kind == "bad"]
+    bad = [
+        (printable(name), info.problem)
+        for name, (_, info) in zip(display_names, verdicts, strict=True)
+        if info.kind == "bad"
+    ]
     if not kept.any():
         first = f"; {bad[0][0]}: {bad[0][1]}" if bad else ""
         raise InputError(f"split {metadata['split']}: no image among {len(names)} files{first}; {LAYOUT}")
@@ -147,8 +158,11 @@ def _list_class(folder: Path, class_name: str, folders: list[tuple[str, int]]) -
 
 def _inspect_file(path: str) -> Verdict:
     try:
-        with open(path, "rb", buffering=0) as file:
-            nbytes = os.fstat(file.fileno()).st_size
+        with open(path, "rb", buffering=0, opener=open_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return 0, ImageInfo("bad", "", 0, 0, "a pipe, socket or device")
+            nbytes = status.st_size
             return nbytes, inspect_stored(file.fileno(), 0, nbytes)
     except OSError as error:
         return 0, ImageInfo("bad", "", 0, 0, f"cannot be read: {error.strerror}")
@@ -181,4 +195,4 @@ def _loose_files(folder: Path) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return ", ".join(printable(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")

@@ -78,7 +78,9 @@ def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
                 raise InputError(_unusable(path, f"it has format version {version}, this program reads {VERSION}"))
             metadata = json.loads(file.read(length))
         layout = [(name, np.dtype(dtype), int(count)) for name, dtype, count in metadata["columns"]]
-    except (struct.error, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        if any(dtype.hasobject or count < 0 for _, dtype, count in layout):  # objects would be addresses of memory
+            raise ValueError("not plain numbers")
+    except (struct.error, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(_unusable(path, "its header is cut or damaged")) from error

@@ -21,6 +21,7 @@ import numpy as np
 
 from trainer.data.index_build import READ_THREADS, Verdict, assemble_content, inspect_stored, with_progress
 from trainer.data.index_file import IndexContent
+from trainer.data.printable import printable
 from trainer.errors import InputError
 from trainer.files import atomic_write
 
@@ -74,7 +75,8 @@ def iterate_samples(shard: Path) -> Iterator[Sample]:
                 parts = list(group)
                 if key in seen:
                     raise InputError(
-                        f"{shard}: {parts[0].name}: the parts of sample {key} are not adjacent, or it comes twice"
+                        f"{shard}: {printable(parts[0].name)}: the parts of sample {printable(key)} are not adjacent, "
+                        "or it comes twice"
                     )
                 seen.add(key)
                 yield _join_parts(tar, shard, key, parts)
@@ -100,7 +102,9 @@ def build_shards(shards: list[Path], split: str, class_names: list[str] | None, 
             samples += shard_samples
             verdicts += shard_verdicts
             numbers += [number] * len(shard_samples)
-    display_names = [f"{shards[number].name}/{sample.member}" for number, sample in zip(numbers, samples, strict=True)]
+    display_names = [
+        printable(f"{shards[number].name}/{sample.member}") for number, sample in zip(numbers, samples, strict=True)
+    ]
     labels = np.array([sample.label for sample in samples], "<i4")
     if class_names is None:
         class_names = [str(label) for label in range(max(labels, default=-1) + 1)]
@@ -141,15 +145,16 @@ def _join_parts(tar: tarfile.TarFile, shard: Path, key: str, parts: list[tarfile
     pictures = [member for member in parts if _split_name(member.name)[1] in PICTURE_SUFFIXES]
     labels = [member for member in parts if _split_name(member.name)[1] == "cls"]
     if len(pictures) != 1 or len(labels) != 1:
+        names = printable(", ".join(member.name for member in parts))
         raise InputError(
-            f"{shard}: the sample {key} ({', '.join(member.name for member in parts)}) has {len(pictures)} pictures and "
+            f"{shard}: the sample {printable(key)} ({names}) has {len(pictures)} pictures and "
             f"{len(labels)} labels; it must have one picture ({', '.join('.' + suffix for suffix in PICTURE_SUFFIXES)}) "
             f"and beside it one label (.cls)"
         )
     stream = tar.extractfile(labels[0])
     text = stream.read(32) if stream else b""
     if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
-        raise InputError(f"{shard}: {labels[0].name}: the label {text!r} is not a whole number")
+        raise InputError(f"{shard}: {printable(labels[0].name)}: the label {text!r} is not a whole number")
     return Sample(pictures[0].name, int(text), pictures[0].offset_data, pictures[0].size)
 
 
