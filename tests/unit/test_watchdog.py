@@ -1,0 +1,69 @@
+"""A watchdog warns, and ends a process that nothing else ends."""
+
+import logging
+import os
+import time
+
+import pytest
+
+from trainer.watchdog import Watchdog
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes that the process would have ended with."""
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise SystemExit  # ends the watchdog's thread only
+
+    monkeypatch.setattr(os, "_exit", end)
+    return codes
+
+
+def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == level]
+
+
+def test_news_keep_it_silent(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with Watchdog(0.8, 1.0, lambda: "", lambda: None) as watchdog:
+        for step in range(10):
+            watchdog.doing(f"makes step {step}")
+            time.sleep(0.15)
+    assert ends == []
+    assert caplog.records == []
+
+
+def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
+    ends: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    last = []
+    with Watchdog(0.1, 1.0, lambda: "reads cat.jpg for 9 s", lambda: last.append("state written")) as watchdog:
+        watchdog.doing("waits for the images of step 3")
+        time.sleep(1.3)
+    warned = messages(caplog, logging.WARNING)
+    assert 2 <= len(warned) <= 4  # near 0.1, 0.2, 0.4, 0.8 s
+    assert all("the run waits for the images of step 3 (reads cat.jpg for 9 s)" in text for text in warned)
+    (ended,) = messages(caplog, logging.ERROR)
+    assert "(reads cat.jpg for 9 s). It ends here" in ended
+    assert last == ["state written"]
+    assert ends == [1]
+
+
+def test_new_news_are_warned_of_anew(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with Watchdog(0.1, 60, lambda: "", lambda: None) as watchdog:
+        for what in ("a", "b"):
+            watchdog.doing(what)
+            time.sleep(0.17)
+    said = [text.split("the run ")[1] for text in messages(caplog, logging.WARNING)]
+    assert list(dict.fromkeys(said)) == ["a", "b"]
+
+
+def test_the_process_ends_though_the_last_thing_fails(ends: list[int]) -> None:
+    def full_disk() -> None:
+        raise OSError(28, "No space left on device")
+
+    with Watchdog(0.1, 0.2, lambda: "", full_disk):
+        time.sleep(0.5)
+    assert ends == [1]
