@@ -102,7 +102,7 @@ def train(run: Run, stop: StopRequest) -> int:
                 break
             watchdog.doing(f"waits for the images of step {step}")
         watchdog.doing("waits for the last checkpoint to be written")
-        saver.wait()
+        _finish_saving(saver)
     return _finish(run, step, preempted=stopping and step < run.end_step)
 
 
@@ -128,7 +128,8 @@ def _watchdog(run: Run, loader: ViewLoader) -> Watchdog:
 def _writer(run: Run, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
     if not run.ranks.is_first:
         return nullcontext()
-    write_state(run.run_dir, "running", None, first_step)
+    starts = write_state(run.run_dir, "running", None, first_step)
+    _log.info("start %d of this run, at step %d of %d", starts, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml")
     return closing(MetricsWriter(run.run_dir, first_step, run.end_step, tensorboard=run.config.log.tensorboard))
 
@@ -149,6 +150,15 @@ def _check_saves(run: Run, saver: Saver) -> None:
     if error and run.config.checkpoint.on_failure == "stop":
         raise TrainingFailedError(
             f"a checkpoint could not be saved (checkpoint.on_failure is stop): {error}"
+        ) from error
+
+
+def _finish_saving(saver: Saver) -> None:
+    try:
+        saver.wait()
+    except OSError as error:
+        raise TrainingFailedError(
+            f"the last checkpoint could not be saved, the work since the one before is lost: {error}"
         ) from error
 
 

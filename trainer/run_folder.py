@@ -84,7 +84,15 @@ def start_logging(run_dir: Path | None, rank: int) -> None:
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
-def write_state(run_dir: Path, status: str, exit_code: int | None, step: int) -> None:
-    """state.json: what became of the run, for programs (torchrun flattens exit codes)."""
-    state = {"status": status, "exit_code": exit_code, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_text(run_dir / "state.json", json.dumps(state) + "\n")
+def write_state(run_dir: Path, status: str, exit_code: int | None, step: int) -> int:
+    """state.json: what became of the run, for programs (torchrun flattens exit codes). Returns how often it was started."""
+    path = run_dir / "state.json"
+    try:
+        starts = int(json.loads(path.read_text())["starts"])
+    except (OSError, ValueError, KeyError, TypeError):  # the first start, or not of our making
+        starts = 0
+    starts += status == "running"
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    state = {"status": status, "exit_code": exit_code, "step": step, "starts": starts, "time": now}
+    write_text(path, json.dumps(state) + "\n")
+    return starts

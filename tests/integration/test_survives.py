@@ -111,6 +111,7 @@ def test_killed_inside_a_save(place: str, command: Callable[..., Words], whole_r
     (process,) = start(command(), tmp_path)
     assert process.wait() == 0, process.output()
     assert f"going on after step {4 if place == 'renamed' else 2}" in process.output()
+    assert "start 2 of this run" in process.output()
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
     assert_same_run(tmp_path / "run", whole_run.folder)
 
@@ -299,6 +300,8 @@ def test_a_full_disk_ends_the_run_where_that_is_the_policy(
 def test_a_run_whose_last_checkpoint_is_not_written_has_failed(command: Callable[..., Words], tmp_path: Path) -> None:
     (process,) = start(command(), tmp_path, Faults(full_disk=(4, 99)))
     assert process.wait() == 1
+    assert "the last checkpoint could not be saved" in process.output()
+    assert "Traceback" not in process.output()
     assert state(tmp_path / "run") == ("failed", 1, 8)
 
 
