@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.launch import run, wmse
+from tests.faults import start
+from tests.integration.launch import run
 from tests.integration.two_ranks_worker import CASES
 from trainer.cli import main
 from trainer.faults import describe_fault
@@ -31,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]
 def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]) -> None:
     one, two = (r[case] for r in results)
     assert two["group_size"] == (2 if "slice group" in case else 1)
-    for name in one.keys() - {"group_size", *(("loss",) if "fails" in case else ())}:
+    for name in one.keys() - {"group_size", "agreed", *(("loss",) if "fails" in case else ())}:
         torch.testing.assert_close(two[name], one[name], rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
     largest = max(one[name].abs().max() for name in one if name.endswith("conv1.weight"))
     if "fails" in case:  # one rank's slice is enough: no rank makes the update
@@ -64,9 +65,9 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
                  "--log.tensorboard", "true",
                  "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--loss.iterations", "2",
                  "--loss.permutation_block", "16"]  # fmt: skip
-        done = wmse(*words, "--max_steps", str(steps), ranks=ranks)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "Warning" not in done.stderr, done.stderr  # such as DDP's where channels_last was lost
+        for process in start([*words, "--max_steps", str(steps)], tmp_path, ranks=ranks):
+            assert process.wait() == 0, process.output()
+            assert "Warning" not in process.output()  # such as DDP's where channels_last was lost
         assert main([*map(str, words), "--max_steps", "4"]) == 0
         lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
     log = (tmp_path / "run2" / "log.txt").read_text()
@@ -80,7 +81,8 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
 
 
 def test_images_that_ranks_cannot_share_are_refused(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
-    done = wmse("pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
-                "--data.images_per_step", "17", "--loss.slice_size", "17", ranks=2)  # fmt: skip
-    assert done.returncode != 0
-    assert "data.images_per_step is 17, which 2 ranks can't share evenly: take 34" in done.stderr
+    words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
+             "--data.images_per_step", "17", "--loss.slice_size", "17"]  # fmt: skip
+    for process in start(words, tmp_path, ranks=2):
+        assert process.wait() == 2
+        assert "data.images_per_step is 17, which 2 ranks can't share evenly: take 34" in process.output()
