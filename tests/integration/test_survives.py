@@ -327,11 +327,13 @@ def test_files_that_fail_are_replaced_alike_after_a_resume_and_by_two_ranks(
     bad = (3, 4, 30)
     more = ("--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--log.every_steps", "1")
     lines = []
-    for name, starts in {"whole": [(1, "0")], "cut": [(1, "4"), (1, "0")], "two": [(2, "4"), (1, "0")]}.items():
+    for name, (ranks, kill_at_step) in {"whole": (0, -1), "killed": (1, 1), "two": (2, 4)}.items():
         run_dir = tmp_path / name
-        for ranks, end in starts:
-            words = command(*more, "--run_dir", str(run_dir), "--max_steps", end)
-            assert finish(start(words, tmp_path, Faults(bad_reads=bad, bad_read=how), ranks=ranks)) == [0] * ranks
+        words = command(*more, "--run_dir", str(run_dir))
+        if ranks:
+            struck = start(words, tmp_path, Faults(bad_reads=bad, bad_read=how, kill_at_step=kill_at_step), ranks=ranks)
+            assert finish(struck) == [-signal.SIGKILL] * ranks
+        assert finish(start(words, tmp_path, Faults(bad_reads=bad, bad_read=how))) == [0]
         found = [json.loads(line)["id"] for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
         assert sorted(found) == list(bad), name
         lines.append(metrics(run_dir))

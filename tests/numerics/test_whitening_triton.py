@@ -160,11 +160,16 @@ def test_autocast_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def test_the_loss_by_these_kernels():
+def test_the_loss_by_these_kernels(monkeypatch):
     v = rows_of_condition(1, 64, 8, 1e2)[0].to(DEVICE)
     sizes = {"num_views": 2, "slice_size": 16, "permutations": torch.randperm(32, device=DEVICE)[None]}
     expected = wmse_loss(v, **sizes, backend="reference")
     assert wmse_loss(v.float(), **sizes, backend="triton").item() == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="float32 only; use backend='auto' or 'torch'"):
+        wmse_loss(v.float(), **sizes, backend="triton", float64_factor=True)
+    monkeypatch.setattr("kernels.whitening_triton.forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        wmse_loss(v.float(), **sizes, backend="triton")
 
 
 def test_compiles_as_one_graph():

@@ -240,6 +240,7 @@ def test_compiles_as_one_graph():
 @pytest.mark.parametrize(
     ("rows", "keywords", "message"),
     [
+        (0, {}, "0 images cannot be cut"),
         (400, {"num_views": 3}, "400 rows.*num_views=3"),
         (400, {"slice_size": 128}, "200 images.*slice_size=128.*128 or 256 images"),
         (100, {"slice_size": 64}, "use 64 images"),
