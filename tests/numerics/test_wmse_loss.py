@@ -217,6 +217,8 @@ def test_shrinkage_reaches_the_whitening():
     v.requires_grad_()
     assert torch.autograd.gradcheck(lambda v: wmse_loss(v, **sizes, eps=0.3), v)
     assert wmse_loss(v, **sizes, eps=0.3) != wmse_loss(v, **sizes)
+    shrunk = [wmse_loss(v, **sizes, eps=0.3, backend=backend).item() for backend in ("torch", "reference")]
+    assert shrunk[0] == pytest.approx(shrunk[1], rel=1e-9)
 
 
 def test_second_derivative_is_refused_but_by_the_reference():
