@@ -234,7 +234,7 @@ class Config:
     compile: bool = False
     """Compile the model with torch.compile (no gain on a CPU)."""
     timeout_minutes: float = 10.0
-    """A run that stands still for this long ends: a rank is lost, a collective or a file system hangs."""
+    """A run that waits for this long ends: for another rank (four fifths of it) or for files. A long step is no wait."""
     data: DataConfig = field(default_factory=DataConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

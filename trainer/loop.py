@@ -65,7 +65,7 @@ def train(run: Run, stop: StopRequest) -> int:
 
     with _watchdog(run, loader) as watchdog, open_writer as writer, closing(_saver(run)) as saver:
         # --- steps ---
-        watchdog.doing(f"waits for the images of step {first_step}")
+        watchdog.doing(f"waits for the images of step {first_step}", for_files=True)
         for batch in loader:
             watchdog.doing(f"makes step {batch.step}, or waits for another rank in it")
             rate = run.schedule.learning_rate(batch.step)
@@ -93,15 +93,15 @@ def train(run: Run, stop: StopRequest) -> int:
 
             # --- save, stop ---
             if save_now or stopping or step == run.end_step:
-                watchdog.doing("waits for the checkpoint before this one to be written")
+                watchdog.doing("waits for the checkpoint before this one to be written", for_files=True)
                 _write(writer, lines.take(everything=True))  # a resume after this step writes none of them again
                 save(run, saver, step, sums)
                 saves.done()
             _check_saves(run, saver)
             if stopping:
                 break
-            watchdog.doing(f"waits for the images of step {step}")
-        watchdog.doing("waits for the last checkpoint to be written")
+            watchdog.doing(f"waits for the images of step {step}", for_files=True)
+        watchdog.doing("waits for the last checkpoint to be written", for_files=True)
         _finish_saving(saver)
     return _finish(run, step, preempted=stopping and step < run.end_step)
 

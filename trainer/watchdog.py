@@ -1,6 +1,7 @@
-"""Notices that a run stands still: says so, with what it waits for, and after the time-out ends the process.
+"""Notices that a run stands still: says so, with what it waits for, and after the time-out ends a process that waits for files.
 
-A rank whose file system hangs holds all others up, and no exception ends it: only another thread can.
+A rank whose file system hangs holds all others up, and no exception ends it: only another thread can. A step is not
+ended: it may be a long one (a recipe's on a laptop), and its collectives have time-outs of their own.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ class Watchdog:
     def __init__(
         self, warn_seconds: float, timeout_seconds: float, details: Callable[[], str], before_exit: Callable[[], None]
     ) -> None:
-        """Warn after `warn_seconds` without news and each time that has doubled; after `timeout_seconds` end the process.
+        """Warn after `warn_seconds` without news and each time that has doubled; after `timeout_seconds` end the process, if it
+        waits for files.
 
         details: what more can be said of the wait, empty where nothing. before_exit: the last thing that is done.
         """
         self._warn_seconds, self._timeout_seconds = warn_seconds, timeout_seconds
         self._details, self._before_exit = details, before_exit
-        self._news = (time.monotonic(), "starts")  # replaced whole: the two threads need no lock
+        self._news = (time.monotonic(), "starts", False)  # replaced whole: the two threads need no lock
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def doing(self, what: str) -> None:
-        """Something new begins."""
-        self._news = (time.monotonic(), what)
+    def doing(self, what: str, *, for_files: bool = False) -> None:
+        """Something new begins. for_files: it waits for nothing but a file system."""
+        self._news = (time.monotonic(), what, for_files)
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -47,17 +49,18 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        warned: tuple[tuple[float, str], float] = (self._news, 0.0)
+        warned = (self._news, 0.0)
         while not self._ended.wait(min(self._warn_seconds, self._timeout_seconds) / 4):
             news = self._news
-            seconds = time.monotonic() - news[0]
+            since, what, for_files = news
+            seconds = time.monotonic() - since
             if news is not warned[0]:
                 warned = (news, 0.0)
-            if seconds >= self._timeout_seconds:
-                self._end(seconds, news[1])
+            if for_files and seconds >= self._timeout_seconds:
+                self._end(seconds, what)
             elif seconds >= max(self._warn_seconds, 2 * warned[1]):
                 warned = (news, seconds)
-                _log.warning("no news for %.0f s: the run %s%s", seconds, news[1], self._more())
+                _log.warning("no news for %.0f s: the run %s%s", seconds, what, self._more())
 
     def _more(self) -> str:
         details = self._details()

@@ -29,7 +29,7 @@ def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 def test_news_keep_it_silent(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
     with Watchdog(0.8, 1.0, lambda: "", lambda: None) as watchdog:
         for step in range(10):
-            watchdog.doing(f"makes step {step}")
+            watchdog.doing(f"waits for the images of step {step}", for_files=True)
             time.sleep(0.15)
     assert ends == []
     assert caplog.records == []
@@ -40,7 +40,7 @@ def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
 ) -> None:
     last = []
     with Watchdog(0.1, 1.0, lambda: "reads cat.jpg for 9 s", lambda: last.append("state written")) as watchdog:
-        watchdog.doing("waits for the images of step 3")
+        watchdog.doing("waits for the images of step 3", for_files=True)
         time.sleep(1.3)
     warned = messages(caplog, logging.WARNING)
     assert 2 <= len(warned) <= 4  # near 0.1, 0.2, 0.4, 0.8 s
@@ -49,6 +49,14 @@ def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
     assert "(reads cat.jpg for 9 s). It ends here" in ended
     assert last == ["state written"]
     assert ends == [1]
+
+
+def test_a_long_step_is_warned_of_and_not_ended(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with Watchdog(0.1, 0.2, lambda: "", lambda: None) as watchdog:
+        watchdog.doing("makes step 3")
+        time.sleep(0.6)
+    assert messages(caplog, logging.WARNING)
+    assert ends == []
 
 
 def test_new_news_are_warned_of_anew(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
@@ -64,6 +72,7 @@ def test_the_process_ends_though_the_last_thing_fails(ends: list[int]) -> None:
     def full_disk() -> None:
         raise OSError(28, "No space left on device")
 
-    with Watchdog(0.1, 0.2, lambda: "", full_disk):
+    with Watchdog(0.1, 0.2, lambda: "", full_disk) as watchdog:
+        watchdog.doing("waits for the images of step 3", for_files=True)
         time.sleep(0.5)
     assert ends == [1]
