@@ -320,7 +320,7 @@ def test_two_runs_in_one_folder_are_refused(command: Callable[..., Words], tmp_p
 # --- files ---
 
 
-@pytest.mark.parametrize("how", ["vanished", "denied", "io_error", "cut"])
+@pytest.mark.parametrize("how", ["vanished", "cut"])
 def test_files_that_fail_are_replaced_alike_after_a_resume_and_by_two_ranks(
     how: str, command: Callable[..., Words], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.test_setup import run_of
-from trainer.loop import TrainingFailedError, _Clock, _Failures, _SaveTimes
+from trainer.loop import _Clock, _SaveTimes
 
 
 class Time:
@@ -25,14 +25,6 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
     monkeypatch.setattr("trainer.loop.time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     return clock
-
-
-def test_failures_in_a_row_are_bounded() -> None:
-    failures = _Failures(2)
-    for step, failed in enumerate((True, True, False, True, True)):
-        failures.count(step, failed)
-    with pytest.raises(TrainingFailedError, match="3 steps in a row failed, the last 5"):
-        failures.count(5, True)
 
 
 def test_rate_and_wait_are_those_since_the_last_line(tiny_set: Path, tiny_config: Path, hand: Time) -> None:

@@ -8,6 +8,10 @@ import pytest
 
 from trainer.watchdog import Watchdog
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # `ends` raises in a thread
+
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -60,7 +60,7 @@ class BadImages:
                 return
             self.ids.add(image_id)
         name, problem = self.index.name(image_id), printable(problem)
-        _log.warning("can't use %s: %s; the next image of the set takes its place", name, problem)
+        _log.warning("can't use %s: %s; the next image of the set takes its place", printable(name), problem)
         if self.quarantine is not None:
             entry = {"step": step, "id": image_id, "image": name, "problem": problem, "rank": self.rank}
             _append(self.quarantine, entry)
