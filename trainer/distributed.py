@@ -160,14 +160,9 @@ def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Modul
 def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """`work()` on every rank, on one of each node before the others: it may leave a file that the others then read."""
     done = work() if ranks.local_rank == 0 else None
-    wait_for_all(ranks)
-    return work() if done is None else done
-
-
-def wait_for_all(ranks: Ranks) -> None:
-    """A barrier."""
     if ranks.world_size > 1:
         dist.barrier()
+    return work() if done is None else done
 
 
 def agree(values: Tensor, ranks: Ranks) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from trainer.checkpoint import load_newest, plain_names
 from trainer.config import Config, flatten
 from trainer.data.bad_images import drop_quarantine_after
 from trainer.data.plan import PLAN_VERSION
-from trainer.distributed import wait_for_all
+from trainer.distributed import agree
 from trainer.errors import InputError
 from trainer.metrics import LossSums
 from trainer.saver import Saver
@@ -50,8 +52,13 @@ def resume(run: Run, sums: LossSums) -> int:
     content = load_newest(run.checkpoints)
     step = 0 if content is None else _restore(run, content, sums)
     if run.ranks.is_first:
-        drop_quarantine_after(run.quarantine, step)
-    wait_for_all(run.ranks)  # before any rank appends to it
+        drop_quarantine_after(run.quarantine, step)  # before any rank appends to it: all wait for each other below
+    newest, oldest = agree(torch.tensor([step, -step], device=run.device), run.ranks).tolist()
+    if newest != -oldest:
+        raise InputError(
+            f"{run.checkpoints}: this rank finds the checkpoint of step {step}, others those of {-oldest} to {newest}: the "
+            "file system shows nodes different files. Start again when it has settled"
+        )
     return step
 
 

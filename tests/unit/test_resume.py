@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.test_setup import run_of
 from trainer.config import flatten
 from trainer.data.plan import PLAN_VERSION
 from trainer.errors import InputError
-from trainer.resume import _check_same
+from trainer.metrics import LossSums
+from trainer.resume import _check_same, resume
 from trainer.setup import Run
 
 SHAPING = ("seed", "precision", "data.train_split", "data.images_per_step", "views.", "model.", "loss.", "optimizer.")
@@ -53,3 +55,10 @@ def test_another_plan_or_other_images(part: dict[str, Any], message: str, run: R
     with pytest.raises(InputError, match=message):
         _check_same(run, saved(run) | part)
     _check_same(replace(run, config=replace(run.config, allow_changes=True)), saved(run) | part)
+
+
+def test_ranks_that_find_different_checkpoints_do_not_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a network file system shows one node a checkpoint that another does not see yet."""
+    monkeypatch.setattr("trainer.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
+    with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, others those of 0 to 4"):
+        resume(run, LossSums(run.device))
