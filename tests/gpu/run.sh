@@ -43,7 +43,7 @@ if [[ -n $tiny ]]; then
 fi
 source tests/gpu/parts.sh
 
-tests=(tests/numerics/test_whitening_triton.py tests/unit/test_bench_cost.py) # what a GPU decides comes first
+tests=(tests/numerics/test_whitening_triton.py tests/unit/test_saver.py tests/unit/test_bench_cost.py) # what a GPU decides comes first
 for file in tests/numerics/test_*.py; do [[ $file == *_triton.py ]] || tests+=("$file"); done
 
 if [[ -n $tiny ]]; then
