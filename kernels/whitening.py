@@ -95,7 +95,9 @@ def _chosen(backend: str, device_type: str, batch: int, num_rows: int, size: int
 def _check(x: Tensor, eps: float) -> None:
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(f"whiten wants floating x of shape (slices, rows, columns), got {x.dtype} {tuple(x.shape)}")
-    _, num_rows, size = x.shape
+    batch, num_rows, size = x.shape
+    if not batch or not size:
+        raise ValueError(f"whiten wants one slice and one column at least, got {tuple(x.shape)}")
     if num_rows <= size:
         raise ValueError(
             f"a slice of {num_rows} rows cannot be whitened in {size} dimensions: the covariance of M rows has rank "

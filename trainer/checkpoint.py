@@ -42,7 +42,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """All checkpoints as (step, file), oldest first by the number in the name."""
     found = ((_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    return sorted((int(match[1]), path) for match, path in found if match and not path.is_dir())
 
 
 def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, keep_every_steps: int = 0) -> Path:

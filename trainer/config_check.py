@@ -12,7 +12,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "max_steps": (0, None),
     "timeout_minutes": (0.01, None),
     "data.images_per_step": (1, None),
-    "data.threads": (0, None),
+    "data.threads": (0, 1024),
     "data.expected_images": (0, None),
     "data.read_ahead_steps": (1, None),
     "data.max_bad_share": (0, 1),

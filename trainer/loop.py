@@ -47,7 +47,7 @@ def pretrain(config: Config) -> int:
             _write_failure(run_dir, ranks, BAD_INPUT if isinstance(error, InputError) else FAILED)
             if not is_of_lost_rank(error):
                 raise
-            _log.error("rank %d ends: another rank is gone or late (%s)", ranks.rank, error)
+            _log.error("this rank ends: another rank is gone or late (%s)", str(error).partition("\n")[0])
             return FAILED
 
 

@@ -128,7 +128,8 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, first_step: int, total_steps: int, *, tensorboard: bool) -> None:
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, first_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
+        self._unwritten = b""  # while the disk is full
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
         self._bar = _progress_bar() if sys.stderr.isatty() else None
         self._collapse = CollapseWatch()
@@ -154,12 +155,8 @@ class MetricsWriter:
             "bad_images": at.bad_images,
             "time": round(time.time(), 3),
         }
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        if self._board:
-            for name in ("loss", "lr", "views_per_s", "data_wait", "min_pivot", "effective_rank", "failed_steps"):
-                if record[name] is not None:
-                    self._board.add_scalar(name, record[name], at.step)
+        self._append(json.dumps(record) + "\n")
+        self._draw(record)
         if self._bar:
             short = f"loss {loss:.3f}  {at.views_per_s:.0f} views/s  wait {at.data_wait:.0%}"
             self._bar.update(self._task, completed=at.step, description=short)
@@ -169,12 +166,37 @@ class MetricsWriter:
                 f"{at.views_per_s:.0f} views/s  data wait {at.data_wait:.0%}  pivot {min_pivot:.1e}  rank {rank:.1f}"
             )
 
+    def _append(self, line: str) -> None:
+        """A full disk ends no run: what could not be written is tried again with the next line."""
+        failed_before = bool(self._unwritten)
+        self._unwritten += line.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+        except OSError as error:
+            if not failed_before:
+                _log.error("can't write to %s: %s; its lines are kept and tried again", self._path, error.strerror)
+
+    def _draw(self, record: dict[str, Any]) -> None:
+        if self._board is None:
+            return
+        try:
+            for name in ("loss", "lr", "views_per_s", "data_wait", "min_pivot", "effective_rank", "failed_steps"):
+                if record[name] is not None:
+                    self._board.add_scalar(name, record[name], record["step"])
+        except OSError as error:  # of its writing thread, which ends by it
+            _log.error("can't write to TensorBoard's files: %s; no more of them until the next start", error.strerror)
+            self._board = None
+
     def close(self) -> None:
         """Flush everything."""
         if self._bar:
             self._bar.stop()
         if self._board:
-            self._board.close()
+            try:
+                self._board.close()
+            except OSError as error:
+                _log.error("can't write to TensorBoard's files: %s", error.strerror)
         self._file.close()
 
 

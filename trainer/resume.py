@@ -64,8 +64,14 @@ def resume(run: Run, sums: LossSums) -> int:
 
 def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
     _check_same(run, content)
-    run.model.load_state_dict(content["model"])
-    run.optimizer.load_state_dict(content["optimizer"])
+    try:
+        run.model.load_state_dict(content["model"])
+        run.optimizer.load_state_dict(content["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InputError(
+            f"the checkpoint of step {content['step']} in {run.checkpoints} does not fit this model or optimizer: {error}\n"
+            "Use its settings again, take another --run_dir, or start from its encoder with --init_from"
+        ) from error
     sums.load(content["loss_sums"])
     if content["world_size"] != run.ranks.world_size:
         _log.info("saved by %d rank(s), going on with %d", content["world_size"], run.ranks.world_size)

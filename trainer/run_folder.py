@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -39,20 +39,25 @@ def lock_run_folder(run_dir: Path) -> Iterator[None]:
     """Keep other processes out of the folder while the block runs: two that train into it would tear each other's files.
 
     The system lets go of the lock when the process ends, however it does. Raises InputError naming who holds it."""
-    with (run_dir / ".lock").open("a+", encoding="utf-8") as file:
+    try:
+        file = (run_dir / ".lock").open("a+b", buffering=0)
+    except OSError as error:
+        raise InputError(f"can't write to the run folder {run_dir}: {error.strerror}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
+            holder = file.read().decode(errors="replace").strip() or "which did not say its name"
             raise InputError(
-                f"{run_dir} is in use by another process ({file.read().strip() or 'which did not say its name'}): wait for it "
-                "to end, end it, or take another --run_dir"
+                f"{run_dir} is in use by another process ({holder}): wait for it to end, end it, or take another --run_dir"
             ) from error
         except OSError as error:  # a file system without locks
             _log.warning("can't lock %s (%s): see to it that no other process trains into it", run_dir, error.strerror)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
+        with suppress(OSError):  # the disk is full: the lock holds without a name in it
+            file.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
         yield
 
 
@@ -94,5 +99,8 @@ def write_state(run_dir: Path, status: str, exit_code: int | None, step: int) ->
     starts += status == "running"
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     state = {"status": status, "exit_code": exit_code, "step": step, "starts": starts, "time": now}
-    write_text(path, json.dumps(state) + "\n")
+    try:
+        write_text(path, json.dumps(state) + "\n")
+    except OSError as error:  # the disk is full, or the folder gone: that is told where it costs something
+        _log.error("can't write %s (%s, exit code %s): %s", path, status, exit_code, error.strerror)
     return starts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.backends import why_not
-from trainer.checkpoint import load_encoder
+from trainer.checkpoint import list_checkpoints, load_encoder
 from trainer.config import Config
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
@@ -19,6 +19,7 @@ from trainer.device import autocast_dtype
 from trainer.distributed import Ranks, make_slice_group, one_rank_a_node_first, own_rows, slice_group_size, wrap_model
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
+from trainer.files import atomic_write
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer
 from trainer.schedule import Schedule, build_schedule
@@ -100,7 +101,7 @@ class Run:
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
     """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
     check_backend(config, device)
-    index = open_shared_index(config, ranks)
+    index = images_of_run(open_shared_index(config, ranks), config, run_dir, ranks)
     rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
     planner = Planner(
         config.views,
@@ -158,6 +159,28 @@ def open_shared_index(config: Config, ranks: Ranks) -> Index:
     index = one_rank_a_node_first(ranks, lambda: open_index(root, split, progress=ranks.is_first))
     check_set_size(config, len(index), say=ranks.is_first)
     return index
+
+
+def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> Index:
+    """The images that the run began with, where files of an image folder have come or gone since its first start: ids, order
+    and labels stay, and what is gone is replaced as any image that can't be used. --allow_changes takes those found now."""
+    kept = run_dir / "images.index"
+    if kept.exists() and list_checkpoints(run_dir / "checkpoints") and not config.allow_changes:
+        begun = Index(kept, found.root)
+        if found.is_folder and begun.split == found.split and begun.fingerprint != found.fingerprint:
+            if ranks.is_first:
+                _log.warning(
+                    "%s has changed since the run began (%d -> %d images): going on with those it began with; what is gone "
+                    "is replaced. --allow_changes true takes what is there now",
+                    found.root,
+                    len(begun),
+                    len(found),
+                )
+            return begun
+    elif ranks.is_first and found.is_folder:
+        with atomic_write(kept) as file:
+            file.write(found.path.read_bytes())
+    return found
 
 
 def check_set_size(config: Config, num_images: int, *, say: bool = True) -> None:

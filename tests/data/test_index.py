@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from pictures import encoded, image, make_folder, make_tar, shared
 
+from tests.conftest import write_images
 from trainer.data import index as index_module
 from trainer.data.index import Index, open_index
 from trainer.data.index_file import IndexContent, compute_fingerprint, read_index, write_index
@@ -431,3 +432,11 @@ def test_the_size_of_imagenet(tmp_path: Path, form: str) -> None:
     assert len(index) == count
     assert index.name(count - 1) == f"{class_names[999]}/{names[-1]}"
     assert index.labels[1282] == 1
+
+
+def test_a_link_to_itself_is_left_out_and_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "set" / "train" / "cats", 3, seed=1)
+    (tmp_path / "set" / "train" / "cats" / "loop.JPEG").symlink_to("loop.JPEG")
+    assert len(open_index(tmp_path / "set", "train")) == 3
+    (bad,) = (tmp_path / "set").rglob("train.bad.txt")
+    assert "loop.JPEG" in bad.read_text()

@@ -19,6 +19,7 @@ from tests.integration.launch import wmse
 from trainer.checkpoint import list_checkpoints, save_checkpoint
 from trainer.cli import main
 from trainer.config_load import load_config
+from trainer.data.index import Index
 from trainer.schedule import build_schedule
 from trainer.signals import StopRequest
 
@@ -175,8 +176,61 @@ def test_other_images_are_refused(
     shutil.copytree(tiny_set, other)
     assert pretrain(tiny_config, other, tmp_path / "run", "--max_steps", "2") == 0
     write_images(other / "train" / "cats", 1, seed=77)
+    (tmp_path / "run" / "images.index").unlink()
     assert pretrain(tiny_config, other, tmp_path / "run") == 2
     assert "training images: 48 -> 49" in capsys.readouterr().err
+
+
+def test_files_that_come_and_go_between_two_starts_do_not_stop_a_run(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ids stay those of the first start; --allow_changes takes what is there now."""
+    data = tmp_path / "set"
+    shutil.copytree(tiny_set, data)
+    assert pretrain(tiny_config, data, tmp_path / "run", "--max_steps", "2") == 0
+    gone = sorted((data / "train" / "cats").iterdir())[3]
+    gone.unlink()
+    write_images(data / "train" / "cats", 2, seed=77)
+    assert pretrain(tiny_config, data, tmp_path / "run", "--max_steps", "6") == 0
+    assert "has changed since the run began (48 -> 49 images): going on with those" in capsys.readouterr().err
+    (line,) = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(line)["image"] == f"cats/{gone.name}"
+    assert len(Index(tmp_path / "run" / "images.index", data)) == 48
+    assert pretrain(tiny_config, data, tmp_path / "run", "--allow_changes", "true") == 0
+    assert "training images: 48 -> 49" in capsys.readouterr().err
+    assert len(Index(tmp_path / "run" / "images.index", data)) == 49
+
+
+@pytest.mark.parametrize(
+    "more", [("--model.embedding_size", "4"), ("--optimizer.name", "lars"), ("--model.projector_hidden", "[8]")]
+)
+def test_a_change_that_can_not_be_loaded_is_named(
+    more: tuple[str, str], tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--max_steps", "1") == 0
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--allow_changes", "true", *more) == 2
+    error = capsys.readouterr().err
+    assert "does not fit this model or optimizer" in error
+    assert "Traceback" not in error
+
+
+def test_a_run_folder_that_can_not_be_written_is_named(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
+    assert f"can't write to the run folder {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+def test_a_state_that_can_not_be_written_hides_no_error(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "state.json").mkdir(parents=True)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--data.train_split", "none") == 2
+    error = capsys.readouterr().err
+    assert "can't write" in error
+    assert "none" in error
+    assert "Traceback" not in error
 
 
 def test_a_bad_file_is_put_down_and_the_run_goes_on(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:

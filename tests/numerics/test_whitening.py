@@ -248,6 +248,8 @@ def test_the_forward_ignores_autocast(backend):
     [
         (torch.zeros(8, 4), {}, "slices, rows, columns"),
         (torch.zeros(1, 8, 4, dtype=torch.int64), {}, "floating"),
+        (torch.zeros(0, 8, 4), {}, "one slice and one column"),
+        (torch.zeros(1, 8, 0), {}, "one slice and one column"),
         (torch.zeros(1, 4, 4), {}, "singular"),
         (torch.zeros(1, 8, 4), {"eps": 1.0}, r"\[0, 1\)"),
         (torch.zeros(1, 8, 4), {"eps": -0.1}, r"\[0, 1\)"),

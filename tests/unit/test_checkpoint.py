@@ -76,12 +76,25 @@ def test_nothing_is_deleted_before_the_new_one_is_in_place(tmp_path: Path, monke
     assert (there, steps_in(tmp_path)) == ([[1]], [2])
 
 
-def test_an_old_one_that_can_t_be_deleted_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint_path(tmp_path, 1).mkdir()  # unlink refuses a folder, whoever asks
+def test_an_old_one_that_can_t_be_deleted_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
     save(tmp_path, 2, keep_last=1)
     assert steps_in(tmp_path) == [1, 2]
     assert "can't delete the old" in caplog.text
     assert "step_00000001.pt" in caplog.text
+
+
+def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    checkpoint_path(tmp_path, 2).mkdir()
+    assert steps_in(tmp_path) == [1]
 
 
 def test_loads_what_was_saved_with_weights_only(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,26 @@ def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> No
         writer.close()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in board.Scalars("loss")] == [(step, float(step)) for step in range(1, 23)]
+
+
+def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes half of the first line, nothing of the second, and is empty again for the third."""
+    writer = MetricsWriter(tmp_path, 0, 10, tensorboard=False)
+    file, room = writer._file, [20, 0, 0, 10_000]
+
+    def write(data: bytes) -> int:
+        limit = room.pop(0) if len(room) > 1 else room[0]
+        if not limit:
+            raise OSError(28, "No space left on device")
+        return file.write(data[:limit])
+
+    writer._file = SimpleNamespace(write=write, close=file.close)
+    for step in (1, 2, 3):
+        writer.write(line(step), [1.0, 0, 0.5, 3.0])
+    writer.close()
+    assert [json.loads(text)["step"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [r.getMessage() for r in caplog.records if "No space" in r.getMessage()] != []
+    assert len([r for r in caplog.records if "No space" in r.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("odd", ["7", "{}", '{"step": "3"}', "[" * 100_000, "\udcff"])

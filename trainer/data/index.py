@@ -49,7 +49,7 @@ class Index:
         self.heights: npt.NDArray[np.int32] = columns["height"]
         self.widths: npt.NDArray[np.int32] = columns["width"]
         self._columns: Columns = columns
-        self.root = root
+        self.root, self.path = root, path
         self._folder = root / self.split
         self._shards = shards
         self._descriptors: dict[int, int] = {}
@@ -62,6 +62,11 @@ class Index:
     def __del__(self) -> None:
         for descriptor in getattr(self, "_descriptors", {}).values():
             os.close(descriptor)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the images lie as files of a folder, not in shards."""
+        return self._shards is None
 
     def kind(self, i: int) -> Literal["direct", "convert"]:
         """Whether DALI can have image i's bytes as they are, or `formats.to_direct` of them."""

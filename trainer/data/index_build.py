@@ -152,8 +152,15 @@ def _list_class(folder: Path, class_name: str, folders: list[tuple[str, int]]) -
         with os.scandir(path) as entries:
             for entry in entries:
                 if not entry.name.startswith("."):
-                    (pending if entry.is_dir() else found).append(os.path.join(below, entry.name))
+                    (pending if _is_folder(entry) else found).append(os.path.join(below, entry.name))
     return sorted(found)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself: named as a file that can't be read
+        return False
 
 
 def _inspect_file(path: str) -> Verdict:
