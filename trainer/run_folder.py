@@ -67,6 +67,14 @@ class _CurrentStderr(logging.StreamHandler):
     stream = property(lambda self: sys.stderr, lambda self, _: None)
 
 
+class _LogFile(RotatingFileHandler):
+    """log.txt. While the disk is full its lines are lost, stderr has them: a traceback for each would hide them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the base class's name)
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def start_logging(run_dir: Path | None, rank: int) -> None:
     """Plain lines on stderr and, on the first rank, appended to log.txt; other ranks report warnings only, by their number."""
     root = logging.getLogger()
@@ -77,9 +85,7 @@ def start_logging(run_dir: Path | None, rank: int) -> None:
     if run_dir is not None and rank == 0:
         log_file = run_dir / "log.txt"
         handlers.append(
-            RotatingFileHandler(
-                log_file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace"
-            )
+            _LogFile(log_file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
         )
     for handler in handlers:
         handler.setFormatter(

@@ -1,0 +1,74 @@
+"""The folder of a run: its lock, its log, its state."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer import run_folder
+from trainer.errors import InputError
+from trainer.run_folder import lock_run_folder, start_logging, write_state
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[logging.Logger]:
+    """A logger that writes to tmp_path/log.txt."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    start_logging(tmp_path, 0)
+    yield root
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    for handler in before[0]:
+        root.addHandler(handler)
+    root.setLevel(before[1])
+
+
+def test_one_process_holds_the_folder_and_lets_go_of_it(tmp_path: Path) -> None:
+    with lock_run_folder(tmp_path):
+        with (
+            pytest.raises(InputError, match=r"in use by another process \(process \d+ on .* since 2"),
+            lock_run_folder(tmp_path),
+        ):
+            pass
+        assert (tmp_path / ".lock").read_text().count("\n") == 1
+    with lock_run_folder(tmp_path):
+        pass
+
+
+def test_a_full_disk_takes_lines_from_the_log_and_leaves_stderr_readable(
+    log: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    log.info("before")
+    (file,) = [handler for handler in log.handlers if isinstance(handler, run_folder._LogFile)]
+    with monkeypatch.context() as patch:
+        patch.setattr(file.stream, "write", full, raising=False)
+        log.info("meanwhile")
+    log.info("after")
+    assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == ["before", "meanwhile", "after"]
+    assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["before", "after"]
+
+
+def test_the_log_is_bounded(log: logging.Logger, tmp_path: Path) -> None:
+    (file,) = [handler for handler in log.handlers if isinstance(handler, run_folder._LogFile)]
+    assert file.maxBytes == 32 << 20
+    file.maxBytes = 1000
+    for number in range(100):
+        log.info("line %d", number)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("log.txt*")}
+    assert sizes.keys() == {"log.txt", "log.txt.1"}
+    assert max(sizes.values()) <= 1000
+    assert (tmp_path / "log.txt").read_text().endswith("line 99\n")
+
+
+def test_the_state_counts_starts(tmp_path: Path) -> None:
+    assert [write_state(tmp_path, status, None, 3) for status in ("running", "failed", "running")] == [1, 1, 2]
+    assert json.loads((tmp_path / "state.json").read_text())["starts"] == 2
+    (tmp_path / "state.json").write_text("garbage")
+    assert write_state(tmp_path, "running", None, 3) == 1
