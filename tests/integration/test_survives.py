@@ -164,8 +164,8 @@ def test_a_rank_that_is_killed_ends_the_job(two_ranks: Callable[..., list[Starte
 
 
 def test_a_rank_that_is_frozen_ends_the_job_within_the_time_out(two_ranks: Callable[..., list[Started]]) -> None:
-    first, second = two_ranks("--timeout_minutes", "0.1", freeze_at_step=3)
-    assert first.wait(30) == 1
+    first, second = two_ranks("--timeout_minutes", "0.2", freeze_at_step=3)
+    assert first.wait(60) == 1
     assert "another rank is gone or late" in first.output()
     assert second.is_running()  # whoever started it ends it: torchrun and srun do
 
@@ -173,9 +173,9 @@ def test_a_rank_that_is_frozen_ends_the_job_within_the_time_out(two_ranks: Calla
 def test_a_rank_whose_reads_hang_ends_the_job_within_the_time_out(two_ranks: Callable[..., list[Started]]) -> None:
     """No exception can end a thread that hangs in a read."""
     everything = tuple(range(48))
-    times = ("--timeout_minutes", "0.1", "--log.stall_seconds", "1")
+    times = ("--timeout_minutes", "0.2", "--log.stall_seconds", "1")
     first, second = two_ranks(*times, bad_reads=everything, bad_read="hangs", bad_reads_after=30)
-    assert finish([first, second], 40) == [1, 1]
+    assert finish([first, second], 60) == [1, 1]
     said = second.output()
     assert "rank 1: no news for" in said
     assert "waits for the images of step" in said
