@@ -112,9 +112,9 @@ def _break_saves(faults: Faults) -> None:
     number, place = faults.kill_in_save
     if number == NEVER and faults.full_disk[0] == NEVER:
         return
-    from trainer import checkpoint, files
+    from trainer import checkpoint
 
-    plain_write, plain_save = files.atomic_write, checkpoint.save_checkpoint
+    plain_write = checkpoint.atomic_write
     saves = 0
 
     class File:
@@ -152,7 +152,6 @@ def _break_saves(faults: Faults) -> None:
         setattr(os, name, wrapped)
 
     checkpoint.atomic_write = atomic_write
-    assert checkpoint.save_checkpoint is plain_save
     if place == "fsync":
         killed_at("fsync", os.fsync, after=False)
     elif place in ("rename", "renamed"):

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ import torch
 
 from tests.conftest import TINY, write_images
 from tests.faults import Faults, start
+from tests.integration.run_files import checkpoint, metrics
 from trainer.files import write_text
 from trainer.machine import provenance
 
 MARK = "<!-- soak -->"
-SAME = ("step", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
 STEPS = 9  # of TINY
 Words = list[str | Path]
 
@@ -105,22 +105,17 @@ def _lost(run_dir: Path) -> int:
 
 def compare(row: Row, run_dir: Path, whole: Path, *, exact: bool) -> None:
     """The log lines and, where exact, the weights."""
-    lines = [[json.loads(text) for text in (d / "metrics.jsonl").read_text().splitlines()] for d in (run_dir, whole)]
-    ours, theirs = ([{key: line[key] for key in SAME} for line in found] for found in lines)
+    ours, theirs = metrics(run_dir), metrics(whole)
     if exact:
         if ours != theirs:
             row.wrong.append(f"{run_dir.name}: other log lines")
-        models = [_weights(d) for d in (run_dir, whole)]
+        models = [checkpoint(folder, STEPS)["model"] for folder in (run_dir, whole)]
         if not all(torch.equal(models[0][name], value) for name, value in models[1].items()):
             row.wrong.append(f"{run_dir.name}: other weights")
     elif [line["step"] for line in ours] != [line["step"] for line in theirs] or any(
         abs(a["loss"] - b["loss"]) > 2e-3 * b["loss"] for a, b in zip(ours, theirs, strict=True)
     ):
         row.wrong.append(f"{run_dir.name}: other losses")
-
-
-def _weights(run_dir: Path) -> dict[str, Any]:
-    return torch.load(run_dir / "checkpoints" / f"step_{STEPS:08d}.pt", weights_only=True)["model"]
 
 
 # --- scenarios ---
@@ -210,19 +205,25 @@ def torn_checkpoint(soak: Soak, row: Row) -> None:
     compare(row, run_dir, soak.folder / "whole", exact=True)
 
 
-def failing_files(soak: Soak, row: Row) -> None:
-    """The same images fail in a run and in one that is killed on the way."""
-    bad = tuple(soak.rng.sample(range(48), 3))
-    how = soak.rng.choice(["vanished", "denied", "cut"])
-    whole, run_dir, step = soak.run_dir(), soak.run_dir(), soak.rng.randrange(1, STEPS)
-    faults = [Faults(bad_reads=bad, bad_read=how, kill_at_step=s) for s in (-1, step, -1)]
-    for where, fault, code in zip((whole, run_dir, run_dir), faults, (0, -signal.SIGKILL, 0), strict=True):
-        (process,) = start(soak.words(where), soak.folder, fault)
+def _whole_and_killed(soak: Soak, row: Row, faults: Faults, step: int) -> tuple[Path, Path]:
+    """Two runs struck by the same faults, the second also killed at `step` and started again."""
+    whole, run_dir = soak.run_dir(), soak.run_dir()
+    killed = replace(faults, kill_at_step=step)
+    for where, struck, code in ((whole, faults, 0), (run_dir, killed, -signal.SIGKILL), (run_dir, faults, 0)):
+        (process,) = start(soak.words(where), soak.folder, struck)
         if process.wait(120) != code:
             row.wrong.append(f"{where.name}: {process.output()[-300:]}")
         if code:
             row.updates_lost.append(_lost(where))
     row.strikes += 1
+    return whole, run_dir
+
+
+def failing_files(soak: Soak, row: Row) -> None:
+    """The same images fail in a run and in one that is killed on the way."""
+    bad = tuple(soak.rng.sample(range(48), 3))
+    how = soak.rng.choice(["vanished", "denied", "cut"])
+    whole, run_dir = _whole_and_killed(soak, row, Faults(bad_reads=bad, bad_read=how), soak.rng.randrange(1, STEPS))
     named = sorted(json.loads(line)["id"] for line in (run_dir / "quarantine.jsonl").read_text().splitlines())
     if named != sorted(bad):
         row.wrong.append(f"{run_dir.name}: quarantine names {named}, not {sorted(bad)}")
@@ -232,16 +233,8 @@ def failing_files(soak: Soak, row: Row) -> None:
 def failing_numbers(soak: Soak, row: Row) -> None:
     """Two steps make no update, in a run and in one that is killed between or after them."""
     first = soak.rng.randrange(1, 6)
-    poison = {"poison": soak.rng.choice(["embeddings", "loss", "gradient"]), "poison_steps": (first, first + 2)}
-    whole, run_dir, step = soak.run_dir(), soak.run_dir(), soak.rng.randrange(first + 1, STEPS)
-    faults = [Faults(**poison, kill_at_step=s) for s in (-1, step, -1)]
-    for where, fault, code in zip((whole, run_dir, run_dir), faults, (0, -signal.SIGKILL, 0), strict=True):
-        (process,) = start(soak.words(where), soak.folder, fault)
-        if process.wait(120) != code:
-            row.wrong.append(f"{where.name}: {process.output()[-300:]}")
-        if code:
-            row.updates_lost.append(_lost(where))
-    row.strikes += 1
+    poison = Faults(poison=soak.rng.choice(["embeddings", "loss", "gradient"]), poison_steps=(first, first + 2))
+    whole, run_dir = _whole_and_killed(soak, row, poison, soak.rng.randrange(first + 1, STEPS))
     failed = sum(json.loads(line)["failed_steps"] for line in (whole / "metrics.jsonl").read_text().splitlines())
     if failed != 2:
         row.wrong.append(f"{whole.name}: {failed} failed steps counted, not 2")

@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import yaml
 
 from tests.conftest import ROOT, write_images
 from tests.integration.launch import wmse
+from tests.integration.run_files import checkpoint, metrics, state
 from trainer.checkpoint import list_checkpoints, save_checkpoint
 from trainer.cli import main
 from trainer.config_load import load_config
@@ -23,25 +23,9 @@ from trainer.data.index import Index
 from trainer.schedule import build_schedule
 from trainer.signals import StopRequest
 
-SAME = ("step", "epoch", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
-
 
 def pretrain(config: Path, data: Path, run_dir: Path, *more: str) -> int:
     return main(["pretrain", "--config", str(config), "--data.root", str(data), "--run_dir", str(run_dir), *more])
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in SAME} for line in lines]
-
-
-def state(run_dir: Path) -> tuple[str, int | None, int]:
-    found = json.loads((run_dir / "state.json").read_text())
-    return found["status"], found["exit_code"], found["step"]
-
-
-def checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
-    return torch.load(run_dir / "checkpoints" / f"step_{step:08d}.pt", weights_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -18,34 +18,20 @@ import torch
 from tests.conftest import TINY
 from tests.faults import Faults, Started, start
 from tests.integration.launch import run
+from tests.integration.run_files import checkpoint, metrics, state
 
-SAME = ("step", "epoch", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
 STEPS = 9
 Words = list[str | Path]
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in SAME} for line in lines]
-
-
-def state(run_dir: Path) -> tuple[str, int | None, int]:
-    found = json.loads((run_dir / "state.json").read_text())
-    return found["status"], found["exit_code"], found["step"]
 
 
 def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*.pt"))
 
 
-def saved(run_dir: Path, step: int) -> dict[str, Any]:
-    return torch.load(run_dir / "checkpoints" / f"step_{step:08d}.pt", weights_only=True)
-
-
 def assert_same_run(run_dir: Path, whole: Path) -> None:
     """The same lines, weights and moments, bit for bit."""
     assert metrics(run_dir) == metrics(whole)
-    ours, theirs = saved(run_dir, STEPS), saved(whole, STEPS)
+    ours, theirs = checkpoint(run_dir, STEPS), checkpoint(whole, STEPS)
     assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
     for i, moments in theirs["optimizer"]["state"].items():
         assert all(torch.equal(ours["optimizer"]["state"][i][name], value) for name, value in moments.items())
@@ -251,11 +237,11 @@ def test_numbers_that_fail_leave_the_update_out(
         assert f"step {step}: {said}; no update was made on any rank ({number} in a row)" in process.output()
     assert [line["failed_steps"] for line in metrics(tmp_path / "run")] == [0, 2, 0]
     assert all(0 < line["loss"] < 4 for line in metrics(tmp_path / "run"))
-    model = saved(tmp_path / "run", STEPS)["model"]
+    model = checkpoint(tmp_path / "run", STEPS)["model"]
     assert all(value.isfinite().all() for value in model.values())
     assert model["encoder.bn1.num_batches_tracked"] == STEPS - 2
     assert all(
-        moments["step"] == STEPS - 2 for moments in saved(tmp_path / "run", STEPS)["optimizer"]["state"].values()
+        moments["step"] == STEPS - 2 for moments in checkpoint(tmp_path / "run", STEPS)["optimizer"]["state"].values()
     )
 
 
@@ -269,7 +255,7 @@ def test_one_rank_whose_numbers_fail_is_named_and_no_rank_updates(
     assert "Try a smaller optimizer.learning_rate" in first.output()
     assert "Traceback" not in first.output() + second.output()
     assert state(tmp_path / "run") == ("failed", 1, 6)
-    assert all(value.isfinite().all() for value in saved(tmp_path / "run", 6)["model"].values())
+    assert all(value.isfinite().all() for value in checkpoint(tmp_path / "run", 6)["model"].values())
 
 
 # --- disks ---
