@@ -33,7 +33,16 @@ class DataConfig:
     """DALI threads and reader threads of a rank; 0: as many as the cores this rank may use, shared with its neighbours
     where torchrun started several."""
     read_ahead_steps: int = 3
-    """Steps whose files are read, and decoded, ahead of need."""
+    """Steps whose files are read ahead of need."""
+    prefetch_batches: int = 2
+    """Batches that DALI has under way or ready ahead of the one in use."""
+    decode_cache_gib: float = 0.0
+    """Memory of a node for decoded images, filled in the first epoch, GiB; a set that does not fit is refused. 0: none, every
+    epoch decodes."""
+    hw_decoder_load: float = 0.65
+    """Share of the JPEGs that a GPU's hardware decoder takes, 0..1, where it has one."""
+    decoder_hint: tuple[int, int] = (0, 0)
+    """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: as they come."""
     max_bad_share: float = 0.01
     """Largest share of unusable images, 0..1, before the run stops: of the set (from 10 bad images on), or of those that
     this rank read (from 100 found on). 0: the tenth stops it; 1: only a set without a usable image does."""
@@ -47,6 +56,10 @@ class ViewsConfig:
     """Views d of each image."""
     side: int = 224
     """Side of a view, pixels."""
+    early_sides: tuple[int, ...] = ()
+    """Sides of the views in the first epochs: the i-th until early_side_epochs[i] have gone by; then `side`. Empty: none."""
+    early_side_epochs: tuple[int, ...] = ()
+    """Epochs after which the next side begins, rising, as many as early_sides."""
     crop_area: tuple[float, float] = (0.08, 1.0)
     """Smallest and largest share of the image's area in a crop."""
     crop_ratio: tuple[float, float] = (0.75, 4 / 3)
@@ -137,6 +150,9 @@ class LossConfig:
 class OptimizerConfig:
     """Optimizer and the learning rate as a function of the step."""
 
+    accumulation_steps: int = 1
+    """Parts of a rank's images whose gradients are added up, one after the other, for less memory. A part holds whole slices,
+    so the loss is the same; BatchNorm sees a part, as if there were so many times more ranks."""
     name: Literal["adam", "lars"] = "lars"
     """adam: weight decay is coupled L2. lars: SimCLR's, with the rate inside the momentum buffer."""
     learning_rate: float = 0.1
@@ -229,10 +245,15 @@ class Config:
     """Go on from a checkpoint although settings that shape the result have changed since."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: a GPU where there is one, else the CPU."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of the encoder and projector (autocast); auto: bf16 where the device multiplies it fast, else fp32."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Of the encoder and projector (autocast); auto: bf16 where the device multiplies it fast, else fp32. fp16
+    scales the loss."""
     compile: bool = False
     """Compile the model with torch.compile (no gain on a CPU)."""
+    cuda_graphs: bool = False
+    """With compile on a GPU: replay forward and backward as CUDA graphs, where launching is what takes the time."""
+    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
+    """Type in which several ranks send their gradients to each other; none: float32."""
     timeout_minutes: float = 10.0
     """A run that waits for this long ends: for another rank (four fifths of it) or for files. A long step is no wait."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -15,9 +15,15 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "data.threads": (0, 1024),
     "data.expected_images": (0, None),
     "data.read_ahead_steps": (1, None),
+    "data.prefetch_batches": (1, 16),
+    "data.decode_cache_gib": (0, None),
+    "data.hw_decoder_load": (0, 1),
+    "data.decoder_hint": (0, None),
     "data.max_bad_share": (0, 1),
     "views.num_views": (2, None),
     "views.side": (8, None),
+    "views.early_sides": (8, None),
+    "views.early_side_epochs": (1, None),
     "views.flip_probability": (0, 1),
     "views.color_probability": (0, 1),
     "views.brightness": (0, None),
@@ -34,6 +40,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "loss.permutation_block": (1, None),
     "loss.eps": (0, 0.99),
     "loss.max_failed_steps": (0, None),
+    "optimizer.accumulation_steps": (1, None),
     "optimizer.learning_rate": (0, None),
     "optimizer.weight_decay": (0, None),
     "optimizer.momentum": (0, 1),
@@ -60,7 +67,13 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
 
 def check(config: Config) -> list[str]:
     """Every problem that the config alone shows; an empty list where there is none."""
-    return [*_ranges(config), *_views(config.views), *_slices(config), *_optimizer(config.optimizer)]
+    return [
+        *_ranges(config),
+        *_views(config.views),
+        *_slices(config),
+        *_accumulation(config),
+        *_optimizer(config.optimizer),
+    ]
 
 
 def _ranges(config: Config) -> list[str]:
@@ -89,6 +102,11 @@ def _views(v: ViewsConfig) -> list[str]:
         problems.append(f"views.blur_window is {v.blur_window}: the number of taps is odd, take {v.blur_window + 1}")
     if v.test_resize < v.side:
         problems.append(f"views.test_resize is {v.test_resize}: set it to views.side ({v.side}) or more")
+    if len(v.early_sides) != len(v.early_side_epochs) or list(v.early_side_epochs) != sorted(set(v.early_side_epochs)):
+        problems.append(
+            f"views.early_sides is {list(v.early_sides)} with early_side_epochs {list(v.early_side_epochs)}: give as many "
+            "epochs as sides, rising"
+        )
     if min(v.std) <= 0:
         problems.append(f"views.std is {list(v.std)}: every channel's must be above 0")
     return problems
@@ -114,6 +132,20 @@ def _slices(config: Config) -> list[str]:
         problems.append(
             f"loss.permutation_block is {block}: with loss.iterations {config.loss.iterations} it must be a multiple "
             f"of loss.slice_size {size} and divide data.images_per_step {images}; take {images}"
+        )
+    return problems
+
+
+def _accumulation(config: Config) -> list[str]:
+    """Parts hold whole slices of the images of one rank; how many ranks there are only the start knows."""
+    parts, images = config.optimizer.accumulation_steps, config.data.images_per_step
+    problems = []
+    if config.cuda_graphs and not config.compile:
+        problems.append("cuda_graphs is true with compile false: set compile to true, it is what records them")
+    if parts > 1 and images % (parts * config.loss.slice_size):
+        problems.append(
+            f"optimizer.accumulation_steps is {parts}: data.images_per_step {images} does not divide into so many parts of "
+            f"whole slices of {config.loss.slice_size}"
         )
     return problems
 

@@ -20,8 +20,10 @@ from trainer.setup import Run
 _log = logging.getLogger(__name__)
 
 # settings that may change between restarts without changing what is learnt
-_FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "compile", "data.root",
+_FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "compile", "cuda_graphs",
+         "data.root",
          "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
+         "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint",
          "data.max_bad_share",
          "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",
          "checkpoint.", "log.", "evaluate.")  # fmt: skip
@@ -86,11 +88,11 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _check_same(run: Run, content: dict[str, Any]) -> None:
     now = _settings(run.config)
-    then = content["config"]
+    then = {**_settings(Config()), **content["config"]}  # a setting that is newer than the checkpoint had its default
     changed = [
-        f"{key}: {then.get(key, 'not set')} -> {value}"
+        f"{key}: {then[key]} -> {value}"
         for key, value in now.items()
-        if value != then.get(key) and not key.startswith(_FREE)
+        if value != then[key] and not key.startswith(_FREE)
     ]
     if content["plan_version"] != PLAN_VERSION:
         changed.append(f"plan version: {content['plan_version']} -> {PLAN_VERSION} (other augmentations)")

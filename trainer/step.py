@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from trainer.batch_norm import BatchNormStatistics
 from trainer.config import LossConfig
@@ -51,7 +52,8 @@ class TrainStep:
         self.autocast_dtype, self.ranks, self.slice_group = autocast_dtype, ranks, slice_group
         self.statistics = BatchNormStatistics(model)
         codes = fault_codes(num_views, ranks.rank, ranks.world_size)
-        self.fault_codes = torch.tensor(codes, dtype=torch.int32, device=next(model.parameters()).device)
+        self.device = next(model.parameters()).device
+        self.fault_codes = torch.tensor(codes, dtype=torch.int32, device=self.device)
 
     def __call__(
         self, pixels: Tensor, permutations: Tensor, learning_rate: float, *, stop: bool = False, save: bool = False
@@ -61,18 +63,25 @@ class TrainStep:
         stop, save: whether this rank wants the run to stop, or to be saved; all ranks learn of it in the result.
         """
         self.statistics.remember()
-        with torch.autocast(pixels.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+        with record_function("forward"), self._autocast():
             embeddings = self.model(pixels)
-        loss, ok, min_pivot = self._loss(embeddings, permutations)
-        loss.backward()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        fault = fault_code(ok, loss.detach(), gradients, self.fault_codes)
-        agreed = agree(torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)]), self.ranks)
-        failed = agreed[0] > 0
-        update(self.optimizer, learning_rate, failed)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.statistics.restore_if(failed)
+        with record_function("loss"):
+            loss, ok, min_pivot = self._loss(embeddings, permutations)
+        with record_function("backward"):
+            loss.backward()
+        with record_function("agree"):
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            fault = fault_code(ok, loss.detach(), gradients, self.fault_codes)
+            agreed = agree(torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)]), self.ranks)
+            failed = agreed[0] > 0
+        with record_function("update"):
+            update(self.optimizer, learning_rate, failed)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.statistics.restore_if(failed)
         return StepResult(loss.detach(), embeddings.detach(), min_pivot, failed, agreed)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def _loss(self, embeddings: Tensor, permutations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss (0-d), which slices were whitened (slices,), view-major, and their smallest pivot (0-d)."""
