@@ -3,6 +3,7 @@
 A file is a dict that `torch.load(weights_only=True)` reads:
     format, step (updates made), model (plain names: encoder.*, projector.*), optimizer, config (dotted name: value),
     plan_version, data (fingerprint of the training split, number of images), world_size, loss_sums (of the open log line),
+    loss_scale (of fp16, else None),
     sha256 (of all the rest, see `content_digest`)
 """
 

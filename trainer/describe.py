@@ -17,7 +17,7 @@ from trainer.errors import InputError
 from trainer.machine import git_commit
 from trainer.model import Model
 from trainer.schedule import build_schedule
-from trainer.setup import Run, check_set_size, rows_together
+from trainer.setup import Run, check_set_size, images_per_part, rows_together
 
 _log = logging.getLogger(__name__)
 _MEASURED_IMAGES = 2  # of which the dry run measures a forward
@@ -43,7 +43,12 @@ def describe_run(run: Run) -> None:
     """Log the plan of a run that is about to start."""
     _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, run.device)
     dtype = autocast_dtype(run.config, run.device)
-    _log.info("encoder and projector in %s, whitening and loss in float32", "bf16 autocast" if dtype else "float32")
+    precision = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a scaled loss"}[
+        dtype
+    ]
+    _log.info("encoder and projector in %s, whitening and loss in float32", precision)
+    for line in without_effect(run.config, run.ranks.world_size, run.device):
+        _log.warning(line)
     for line in plan_lines(run.config, len(run.index), run.ranks.world_size):
         _log.info(line)
 
@@ -53,6 +58,8 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
     images = config.data.images_per_step
     per_rank = own_rows(Ranks(0, world_size), images, rows_together(config)).count
     group = slice_group_size(per_rank, world_size, rows_together(config))
+    part = images_per_part(config, per_rank)
+    in_parts = f", {per_rank // part} parts of {part} images one after the other" if part < per_rank else ""
     steps_per_epoch = num_images // images
     s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views
     slices = images // loss.slice_size * views * loss.iterations
@@ -68,18 +75,30 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
         f"{num_images - steps_per_epoch * images} left out of each in turn",
         f"steps: {s.total_steps} = {o.epochs} epochs x {steps_per_epoch}; warm-up {s.warmup_steps} steps, then {after}",
         f"rate: peak {peak_learning_rate(config):g}{rule}, {o.name}, weight decay {o.weight_decay:g}",
-        f"step: {images} images x {views} views on {world_size} rank(s), {per_rank} images = {per_rank * views} views a rank",
+        f"step: {images} images x {views} views on {world_size} rank(s), {per_rank} images = {per_rank * views} views a rank"
+        + in_parts,
         f"whitening: {slices} slices of {loss.slice_size} x {config.model.embedding_size} a step, {together}",
         f"BatchNorm: encoder {config.model.encoder_batch_norm}, projector {config.model.projector_batch_norm}, "
         f"statistics of {'all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",
     ]
 
 
+def without_effect(config: Config, world_size: int, device: torch.device) -> list[str]:
+    """Settings that change nothing in this run, in words."""
+    said = []
+    if config.gradient_compression != "none" and world_size == 1:
+        said.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
+    if config.cuda_graphs and device.type != "cuda":
+        said.append(f"cuda_graphs has no effect on a {device.type.upper()}")
+    return said
+
+
 def dry_run(config: Config, world_size: int) -> list[str]:
     """The plan of a run without starting it, and its memory. The set is counted where it is there, else
     data.expected_images is taken."""
     lines = plan_lines(config, _count_images(config), world_size)
-    memory = estimate_memory(config, config.data.images_per_step // world_size * config.views.num_views)
+    images = images_per_part(config, config.data.images_per_step // world_size)
+    memory = estimate_memory(config, images * config.views.num_views)
     gib = 2**30
     lines.append(
         f"memory a rank: about {memory.total / gib:.1f} GiB = {memory.state / gib:.2f} for weights, gradients and moments + "

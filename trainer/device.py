@@ -28,11 +28,11 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """bf16 or None (float32): what config.precision means on this device."""
+    """bf16, fp16 or None (float32): what config.precision means on this device."""
     if config.precision == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bf16()
         return torch.bfloat16 if fast else None
-    return torch.bfloat16 if config.precision == "bf16" else None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[config.precision]
 
 
 def _cpu_multiplies_bf16() -> bool:

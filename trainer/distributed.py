@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from trainer.data.plan import Rows
 from trainer.errors import InputError
@@ -138,8 +139,11 @@ def _collective_timeout(timeout_minutes: float) -> timedelta:
     return timedelta(minutes=0.8 * timeout_minutes)
 
 
-def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
-    """DDP: gradients are averaged over ranks. BatchNorm's buffers are not broadcast: checkpoints hold the first rank's."""
+def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device, compression: str = "none") -> nn.Module:
+    """DDP: gradients are averaged over ranks. BatchNorm's buffers are not broadcast: checkpoints hold the first rank's.
+
+    compression: bf16 or fp16, the type in which gradients are sent and summed; none: as they are.
+    """
     if ranks.world_size == 1:
         return model
     names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -148,13 +152,17 @@ def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Modul
         if "forward_sync_buffers" in names
         else "broadcast_buffers": False  # renamed in torch 2.14
     }
-    return nn.parallel.DistributedDataParallel(
+    wrapped = nn.parallel.DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         **leave_buffers,
         gradient_as_bucket_view=True,
         static_graph=True,
     )
+    if compression != "none":
+        hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+        wrapped.register_comm_hook(None, hooks[compression])
+    return wrapped
 
 
 def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:

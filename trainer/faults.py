@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.distributed import Ranks
 
+GRADIENT_FAULT = 1  # the code of a gradient that is not finite though losses and slices are sound
 _log = logging.getLogger(__name__)
 _LOW_PIVOT = 1e-4  # slices fail near 2e-6; the demo's first steps have 0.1
 _LOW_RANK = 4  # the effective rank has fallen by this factor
@@ -27,24 +28,24 @@ class TrainingFailedError(RuntimeError):
 def fault_codes(num_views: int, rank: int, world_size: int) -> list[int]:
     """The codes of a rank's faults: its views' slices, its loss, a gradient. The earlier in the list of all, the higher."""
     losses, slices = 1 + world_size, 1 + world_size + world_size * num_views
-    return [slices - rank * num_views - view for view in range(num_views)] + [losses - rank, 1]
+    return [slices - rank * num_views - view for view in range(num_views)] + [losses - rank, GRADIENT_FAULT]
 
 
 def fault_code(ok: Tensor, loss: Tensor, gradients: list[Tensor], codes: Tensor) -> Tensor:
     """0-d int32 on the device: the code of this rank's first fault, 0 where there is none. The largest over all ranks is
     that of the first of all.
 
-    ok: (slices,) bool, view-major: all slices of view 0 first. loss: 0-d. gradients: of all parameters. codes: (d + 2,)
+    ok: (d, slices of a view) bool. loss: 0-d. gradients: of all parameters. codes: (d + 2,)
     int32, `fault_codes` on the device.
     """
     finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite()
-    sound = torch.cat([ok.view(len(codes) - 2, -1).all(1), finite[:1], finite[1:].all()[None]])
+    sound = torch.cat([ok.all(1), finite[:1], finite[1:].all()[None]])
     return torch.where(sound, 0, codes).max()
 
 
 def describe_fault(code: int, num_views: int, world_size: int, group_size: int) -> str:
     """What a code above 0 stands for. group_size: ranks whose rows are whitened together."""
-    if code == 1:
+    if code == GRADIENT_FAULT:
         return "a gradient is not finite, though the loss is"
     for rank in range(world_size):
         codes = fault_codes(num_views, rank, world_size)
@@ -60,8 +61,10 @@ class FaultCounter:
     """Counts steps in a row whose update was left out, on every rank, and ends the run when they are too many. The first rank
     says which and why."""
 
-    def __init__(self, most: int, num_views: int, ranks: Ranks, group_size: int) -> None:
+    def __init__(self, most: int, num_views: int, ranks: Ranks, group_size: int, *, scales_loss: bool = False) -> None:
+        """scales_loss: whether a step answers a gradient's overflow by a smaller `LossScale`."""
         self._most, self._num_views, self._ranks, self._group_size = most, num_views, ranks, group_size
+        self._scales_loss = scales_loss
         self.in_a_row = 0
 
     def count(self, step: int, code: int) -> None:
@@ -70,6 +73,8 @@ class FaultCounter:
         if not code:
             return
         what = describe_fault(code, self._num_views, self._ranks.world_size, self._group_size)
+        if self._scales_loss and code == GRADIENT_FAULT:
+            what += " (fp16: the loss scale was halved)"
         if self._ranks.is_first:
             _log.warning("step %d: %s; no update was made on any rank (%d in a row)", step, what, self.in_a_row)
         if self.in_a_row > self._most:

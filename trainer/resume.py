@@ -43,6 +43,7 @@ def save(run: Run, saver: Saver, step: int, sums: LossSums) -> None:
         "data": {"fingerprint": run.index.fingerprint, "images": len(run.index)},
         "world_size": run.ranks.world_size,
         "loss_sums": loss_sums,
+        "loss_scale": run.step.loss_scale.state() if run.step.loss_scale else None,
     }
     saver.save(content)
 
@@ -75,6 +76,8 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
             "Use its settings again, take another --run_dir, or start from its encoder with --init_from"
         ) from error
     sums.load(content["loss_sums"])
+    if run.step.loss_scale and content.get("loss_scale"):
+        run.step.loss_scale.load(content["loss_scale"])
     if content["world_size"] != run.ranks.world_size:
         _log.info("saved by %d rank(s), going on with %d", content["world_size"], run.ranks.world_size)
     _log.info("going on after step %d", content["step"])

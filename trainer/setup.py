@@ -68,7 +68,8 @@ class Run:
         """That of this run; only the first rank's talks."""
         group_size = self.group_rows.count // self.planner.rows.count
         most, num_views = self.config.loss.max_failed_steps, self.config.views.num_views
-        return FaultCounter(most, num_views, self.ranks, group_size)
+        scales_loss = self.step.loss_scale is not None
+        return FaultCounter(most, num_views, self.ranks, group_size, scales_loss=scales_loss)
 
     def loader(self, first_step: int) -> ViewLoader:
         """The batches from `first_step` on."""
@@ -111,22 +112,24 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         rows=rows,
     )
     group_size = slice_group_size(rows.count, ranks.world_size, rows_together(config))
+    images_per_part(config, rows.count)
     model = build_model(config, ranks).to(device)
     if config.init_from:
         load_encoder(model, Path(config.init_from))
         _log.info("encoder from %s, fresh projector", config.init_from)
     optimizer = build_optimizer(model, config.optimizer, device)
     if config.compile:
-        model.compile()
+        compile_model(model, cuda_graphs=config.cuda_graphs and device.type == "cuda")
     group_first = ranks.rank // group_size * group_size * rows.count
     step = TrainStep(
-        wrap_model(model, ranks, device),
+        wrap_model(model, ranks, device, config.gradient_compression),
         optimizer,
         config.loss,
         num_views=config.views.num_views,
         autocast_dtype=autocast_dtype(config, device),
         ranks=ranks,
         slice_group=make_slice_group(group_size, ranks, config.timeout_minutes),
+        accumulation_steps=config.optimizer.accumulation_steps,
     )
     return Run(
         config=config,
@@ -193,6 +196,24 @@ def check_set_size(config: Config, num_images: int, *, say: bool = True) -> None
     expected = config.data.expected_images
     if say and expected and expected != num_images:
         _log.warning("the recipe counts on %d training images, this set has %d", expected, num_images)
+
+
+def compile_model(model: nn.Module, *, cuda_graphs: bool = False) -> None:
+    """Compile in place, before DDP wraps it: names stay plain. One graph or an error: a break would cost what is gained
+    silently. Shapes are fixed: one compilation for each size of the views."""
+    model.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if cuda_graphs else None)
+
+
+def images_per_part(config: Config, images_per_rank: int) -> int:
+    """Images that go through the encoder together. Raises InputError where a rank's do not divide into whole slices."""
+    parts, unit = config.optimizer.accumulation_steps, rows_together(config)
+    if parts > 1 and images_per_rank % (parts * unit):
+        raise InputError(
+            f"optimizer.accumulation_steps is {parts}: the {images_per_rank} images of a rank do not divide into so many parts "
+            f"of whole slices (multiples of {unit} images); "
+            + (f"at most {images_per_rank // unit} parts" if images_per_rank > unit else "take 1")
+        )
+    return images_per_rank // parts
 
 
 def rows_together(config: Config) -> int:

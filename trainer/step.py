@@ -5,6 +5,7 @@ Shapes: R = d*N rows of this rank (view-major), S pixels a side, k embedding siz
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch.profiler import record_function
 from trainer.batch_norm import BatchNormStatistics
 from trainer.config import LossConfig
 from trainer.distributed import Ranks, agree
-from trainer.faults import fault_code, fault_codes
+from trainer.faults import GRADIENT_FAULT, fault_code, fault_codes
+from trainer.loss_scale import LossScale
 from trainer.losses.gather import gather_rows
 from trainer.losses.wmse import wmse_loss_with_status
 from trainer.optimizer import update
@@ -30,6 +32,15 @@ class StepResult(NamedTuple):
     agreed: Tensor  # (3,) int32, the same on all ranks: what failed (`faults.fault_code`), stop and save asked for
 
 
+class Computed(NamedTuple):
+    """Of the whole step or, with accumulation, of one part of it."""
+
+    loss: Tensor  # 0-d, without gradient
+    embeddings: Tensor  # (rows, k), without gradient
+    ok: Tensor  # (d, slices of a view) bool
+    min_pivot: Tensor  # 0-d
+
+
 class TrainStep:
     """The parts of a step, held together. Call it once a step."""
 
@@ -43,17 +54,22 @@ class TrainStep:
         autocast_dtype: torch.dtype | None,
         ranks: Ranks,
         slice_group: Any = None,
+        accumulation_steps: int = 1,
     ) -> None:
-        """model: from `distributed.wrap_model`. autocast_dtype: None for float32 throughout.
+        """model: from `distributed.wrap_model`. autocast_dtype: None for float32 throughout; with float16 the loss is scaled.
 
         slice_group: process group whose rows are whitened together; None: this rank's own rows.
+        accumulation_steps: parts of a rank's images, each of whole slices, that go through one after the other.
         """
+        assert slice_group is None or accumulation_steps == 1, "a part would need the same part of its neighbours"
         self.model, self.optimizer, self.loss, self.num_views = model, optimizer, loss, num_views
         self.autocast_dtype, self.ranks, self.slice_group = autocast_dtype, ranks, slice_group
+        self.accumulation_steps = accumulation_steps
         self.statistics = BatchNormStatistics(model)
         codes = fault_codes(num_views, ranks.rank, ranks.world_size)
         self.device = next(model.parameters()).device
         self.fault_codes = torch.tensor(codes, dtype=torch.int32, device=self.device)
+        self.loss_scale = LossScale(self.device) if autocast_dtype == torch.float16 else None
 
     def __call__(
         self, pixels: Tensor, permutations: Tensor, learning_rate: float, *, stop: bool = False, save: bool = False
@@ -63,22 +79,49 @@ class TrainStep:
         stop, save: whether this rank wants the run to stop, or to be saved; all ranks learn of it in the result.
         """
         self.statistics.remember()
+        loss, embeddings, ok, min_pivot = self._gradients(pixels, permutations)
+        with record_function("agree"):
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            fault = fault_code(ok, loss, gradients, self.fault_codes)
+            agreed = agree(torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)]), self.ranks)
+            failed = agreed[0] > 0
+        with record_function("update"):
+            if self.loss_scale:
+                self.loss_scale.unscale(gradients)
+                self.loss_scale.update(agreed[0] == GRADIENT_FAULT)
+            update(self.optimizer, learning_rate, failed)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.statistics.restore_if(failed)
+        return StepResult(loss, embeddings, min_pivot, failed, agreed)
+
+    def _gradients(self, pixels: Tensor, permutations: Tensor) -> Computed:
+        """Forward, loss and backward, part by part; ranks average their gradients during the last part's backward."""
+        count = self.accumulation_steps
+        if count == 1:
+            return self._part(pixels, permutations)
+        parts = []
+        orders = split_orders(permutations, count)
+        for number, rows in enumerate(split_images(pixels, self.num_views, count)):
+            with self.model.no_sync() if number < count - 1 and self.ranks.world_size > 1 else nullcontext():  # type: ignore[operator]
+                parts.append(self._part(rows, orders[number]))
+        losses, embeddings, ok, pivots = zip(*parts, strict=True)
+        by_view = torch.cat([e.unflatten(0, (self.num_views, -1)) for e in embeddings], dim=1)
+        return Computed(
+            torch.stack(losses).mean(), by_view.flatten(0, 1), torch.cat(ok, dim=1), torch.stack(pivots).min()
+        )
+
+    def _part(self, pixels: Tensor, permutations: Tensor) -> Computed:
+        """Adds the gradients of these rows, over the number of parts, to those that are there."""
         with record_function("forward"), self._autocast():
             embeddings = self.model(pixels)
         with record_function("loss"):
             loss, ok, min_pivot = self._loss(embeddings, permutations)
+            scaled = loss / self.accumulation_steps if self.accumulation_steps > 1 else loss
+            scaled = scaled * self.loss_scale.scale if self.loss_scale else scaled
         with record_function("backward"):
-            loss.backward()
-        with record_function("agree"):
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            fault = fault_code(ok, loss.detach(), gradients, self.fault_codes)
-            agreed = agree(torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)]), self.ranks)
-            failed = agreed[0] > 0
-        with record_function("update"):
-            update(self.optimizer, learning_rate, failed)
-            self.optimizer.zero_grad(set_to_none=True)
-            self.statistics.restore_if(failed)
-        return StepResult(loss.detach(), embeddings.detach(), min_pivot, failed, agreed)
+            scaled.backward()
+        # CUDA graphs write the next embeddings over these
+        return Computed(loss.detach(), embeddings.detach().clone(), ok.unflatten(0, (self.num_views, -1)), min_pivot)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
@@ -101,3 +144,16 @@ class TrainStep:
             float64_factor=c.float64_factor,
         )
         return loss, status.ok, status.min_pivot.min()
+
+
+def split_images(pixels: Tensor, num_views: int, count: int) -> list[Tensor]:
+    """(R, 3, S, S) channels_last, view-major -> `count` of the same for consecutive images, each with all views of them."""
+    by_view = pixels.permute(0, 2, 3, 1).unflatten(0, (num_views, -1))  # a copy keeps the order of its last dimensions
+    return [part.flatten(0, 1).permute(0, 3, 1, 2) for part in by_view.chunk(count, dim=1)]
+
+
+def split_orders(permutations: Tensor, count: int) -> list[Tensor]:
+    """(iterations, images) -> `count` of (iterations, images of a part), counted from the part's first image; no order leaves
+    its part, since a part holds whole blocks of permutation."""
+    size = permutations.shape[1] // count
+    return [part - number * size for number, part in enumerate(permutations.chunk(count, dim=1))]

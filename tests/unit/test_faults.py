@@ -20,7 +20,7 @@ def code(
     ok = SOUND.clone()
     ok[list(bad_slices)] = False
     codes = torch.tensor(fault_codes(D, rank, W))
-    return int(fault_code(ok, torch.tensor(loss), gradients, codes))
+    return int(fault_code(ok.view(D, -1), torch.tensor(loss), gradients, codes))
 
 
 def test_no_fault_is_0() -> None:
@@ -59,6 +59,13 @@ def test_a_run_of_failures_ends_the_run_past_the_bound(caplog: pytest.LogCapture
     assert [record.getMessage()[-12:] for record in caplog.records] == ["(1 in a row)", "(2 in a row)"] * 2
     with pytest.raises(TrainingFailedError, match=r"3 steps in a row failed .*, the last 5: rank 1: a slice of view 2"):
         counter.count(5, code(1, (8,)))
+
+
+def test_an_overflow_of_fp16_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
+    counter = FaultCounter(2, D, Ranks(0, W), 1, scales_loss=True)
+    for fault in (1, code(1, (8,))):
+        counter.count(0, fault)
+    assert ["scale was halved" in record.getMessage() for record in caplog.records] == [True, False]
 
 
 def test_only_the_first_rank_says_so(caplog: pytest.LogCaptureFixture) -> None:

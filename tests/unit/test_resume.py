@@ -15,7 +15,17 @@ from trainer.metrics import LossSums
 from trainer.resume import _check_same, resume
 from trainer.setup import Run
 
-SHAPING = ("seed", "precision", "data.train_split", "data.images_per_step", "views.", "model.", "loss.", "optimizer.")
+SHAPING = (
+    "seed",
+    "precision",
+    "gradient_compression",
+    "data.train_split",
+    "data.images_per_step",
+    "views.",
+    "model.",
+    "loss.",
+    "optimizer.",
+)
 FREE = ("views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend")
 
 
@@ -42,6 +52,15 @@ def test_each_setting_that_shapes_the_result_is_named_and_no_other(run: Run) -> 
         line.split(":")[0].removeprefix("  - ") for line in str(caught.value).splitlines() if line.startswith("  - ")
     }
     assert named == {key for key in content["config"] if key.startswith(SHAPING) and key not in FREE}
+
+
+def test_a_setting_newer_than_the_checkpoint_had_its_default(run: Run) -> None:
+    content = saved(run)
+    del content["config"]["optimizer.accumulation_steps"]
+    _check_same(run, content)
+    optimizer = replace(run.config.optimizer, accumulation_steps=2)
+    with pytest.raises(InputError, match=r"optimizer\.accumulation_steps: 1 -> 2"):
+        _check_same(replace(run, config=replace(run.config, optimizer=optimizer)), content)
 
 
 @pytest.mark.parametrize(

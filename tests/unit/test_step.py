@@ -1,5 +1,6 @@
 """One update. (Over ranks: tests/integration/test_two_ranks.py.)"""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,14 @@ from torch import Tensor
 
 from trainer.config import LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
 from trainer.distributed import Ranks
+from trainer.faults import GRADIENT_FAULT
 from trainer.losses.wmse import wmse_loss_with_status
+from trainer.metrics import LossSums
 from trainer.model import Model
 from trainer.optimizer import build_optimizer
-from trainer.step import TrainStep
+from trainer.step import TrainStep, split_images
 
+CPU = torch.device("cpu")
 IMAGES, VIEWS = 16, 3
 LOSS = LossConfig(slice_size=8)
 MODEL = ModelConfig("test_resnet", stem="half", zero_init_last=False, projector="mlp", projector_hidden=(12,),
@@ -20,16 +24,28 @@ MODEL = ModelConfig("test_resnet", stem="half", zero_init_last=False, projector=
 IDENTITY = torch.arange(IMAGES)[None]
 
 
-def build(loss: LossConfig = LOSS, autocast_dtype: torch.dtype | None = None) -> TrainStep:
+def build(
+    loss: LossConfig = LOSS,
+    autocast_dtype: torch.dtype | None = None,
+    accumulation_steps: int = 1,
+    device: torch.device = CPU,
+) -> TrainStep:
     torch.manual_seed(0)
-    model = Model(MODEL, ViewsConfig(num_views=VIEWS))
-    optimizer = build_optimizer(model, OptimizerConfig(), torch.device("cpu"))
-    return TrainStep(model, optimizer, loss, num_views=VIEWS, autocast_dtype=autocast_dtype, ranks=Ranks())
+    model = Model(MODEL, ViewsConfig(num_views=VIEWS)).to(device)
+    return TrainStep(
+        model,
+        build_optimizer(model, OptimizerConfig(), device),
+        loss,
+        num_views=VIEWS,
+        autocast_dtype=autocast_dtype,
+        ranks=Ranks(),
+        accumulation_steps=accumulation_steps,
+    )
 
 
-def pixels(seed: int) -> Tensor:
+def pixels(seed: int, images: int = IMAGES) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    shape = (VIEWS * IMAGES, 3, 16, 16)
+    shape = (VIEWS * images, 3, 16, 16)
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(memory_format=torch.channels_last)
 
 
@@ -51,7 +67,8 @@ def test_a_failed_step_leaves_all_as_the_last_good_one_did() -> None:
     assert result.min_pivot == 0
     assert all(torch.equal(a, b) for a, b in zip(learnt(step), before, strict=True))
     assert not step(pixels(3), IDENTITY, 0.1).failed
-    assert all(not torch.equal(a, b) for a, b in zip(learnt(step), before, strict=True))
+    unchanged = [a.shape for a, b in zip(learnt(step), before, strict=True) if torch.equal(a, b)]
+    assert unchanged in ([], [(MODEL.embedding_size,)])  # the last bias: whitening takes the mean off
 
 
 def test_embeddings_that_are_not_finite_are_a_failure() -> None:
@@ -110,9 +127,109 @@ def test_gradients_do_not_pile_up() -> None:
     assert all(p.grad is None for p in step.model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_the_encoder_works_in_the_precision_asked_for(dtype: torch.dtype | None) -> None:
     step, seen = build(autocast_dtype=dtype), []
     step.model.encoder.layer1.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     step(pixels(1), IDENTITY, 0.1)
     assert seen == [dtype or torch.float32]
+
+
+def gradients_of(step: TrainStep, rows: Tensor, orders: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What the optimizer is given."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(
+        "trainer.step.update", lambda optimizer, *_: seen.extend(p.grad.clone() for p in step.model.parameters())
+    )
+    step(rows, orders, 0.1)
+    return seen
+
+
+def test_parts_add_up_to_the_mean_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of 16 images, each with two slicings of its own: as if each were a rank's."""
+    loss = LossConfig(slice_size=8, iterations=2, permutation_block=16)
+    rows = pixels(1, images=32)
+    inside = [torch.randperm(16, generator=torch.Generator().manual_seed(seed)) for seed in (4, 5)]
+    orders = torch.stack([torch.arange(32), torch.cat([inside[0], inside[1] + 16])])
+    by_view = rows.unflatten(0, (VIEWS, 32))
+    expected = []
+    for part in range(2):
+        own = by_view[:, 16 * part : 16 * part + 16].flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        own_orders = torch.stack([torch.arange(16), inside[part]])
+        expected.append(gradients_of(build(loss), own, own_orders, monkeypatch))
+    found = gradients_of(build(loss, accumulation_steps=2), rows, orders, monkeypatch)
+    for gradient, first, second in zip(found, *expected, strict=True):
+        torch.testing.assert_close(gradient, (first + second) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_in_parts_returns_what_an_undivided_one_does() -> None:
+    """Embeddings in the order of the rows, the mean loss, the failure of a slice in one part only."""
+    step = build(accumulation_steps=2)
+    order = []
+    step.model.register_forward_hook(lambda module, inputs, output: order.append(output.detach().clone()))
+    result = step(pixels(1), IDENTITY, 0.0)
+    both = [part.unflatten(0, (VIEWS, -1)) for part in order]
+    assert torch.equal(result.embeddings, torch.cat(both, dim=1).flatten(0, 1))
+    losses = [
+        wmse_loss_with_status(part.flatten(0, 1), num_views=VIEWS, slice_size=8, backend="reference") for part in both
+    ]
+    torch.testing.assert_close(result.loss, sum(loss for loss, _ in losses) / 2, rtol=1e-4, atol=1e-5)
+    smallest = min(status.min_pivot.min() for _, status in losses)
+    torch.testing.assert_close(result.min_pivot, smallest, rtol=1e-3, atol=1e-6)
+    before = learnt(step)
+    same = pixels(2)
+    same[2 * IMAGES - 8 : 2 * IMAGES] = same[:1]  # the second part of the second view
+    result = step(same, IDENTITY, 0.1)
+    assert result.agreed[0] == step.fault_codes[1]
+    assert all(torch.equal(a, b) for a, b in zip(learnt(step), before, strict=True))
+
+
+def test_parts_are_channels_last_without_another_copy() -> None:
+    rows = pixels(1)
+    parts = split_images(rows, VIEWS, 2)
+    for part, images in zip(parts, (slice(0, 8), slice(8, 16)), strict=True):
+        assert part.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(part, rows.unflatten(0, (VIEWS, IMAGES))[:, images].flatten(0, 1))
+
+
+def test_fp16_scales_the_loss_and_not_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp16 the gradient is the float32 one but for rounding; without a scale most of it would be lost."""
+    exact = gradients_of(build(), pixels(1), IDENTITY, monkeypatch)
+    step = build(autocast_dtype=torch.float16)
+    assert step.loss_scale is not None
+    step.loss_scale.scale.fill_(2.0**6)  # gradients of so small a model reach 60
+    found = gradients_of(step, pixels(1), IDENTITY, monkeypatch)
+    error = sum((a - b).square().sum() for a, b in zip(found, exact, strict=True)).sqrt()
+    assert error < 0.3 * sum(b.square().sum() for b in exact).sqrt()
+
+
+def test_an_overflow_of_fp16_halves_the_scale_and_nothing_else() -> None:
+    step = build(autocast_dtype=torch.float16)
+    step.loss_scale.scale.fill_(2.0**60)
+    before = learnt(step)[: len(list(step.model.parameters()))]
+    result = step(pixels(1), IDENTITY, 0.1)
+    assert result.agreed[0] == GRADIENT_FAULT
+    assert step.loss_scale.scale == 2.0**59
+    assert all(torch.equal(a, b) for a, b in zip(learnt(step), before, strict=False))
+    assert result.loss < 5  # as it is, not scaled
+    step.loss_scale.scale.fill_(2.0**10)
+    assert not step(pixels(1), IDENTITY, 0.1).failed
+    assert step.loss_scale.scale == 2.0**10
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_no_value_is_read_from_the_device(
+    dtype: torch.dtype | None, accumulation_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device tensors have no values: whatever would wait for one, or copy one to the host, raises."""
+    monkeypatch.setattr(torch, "autocast", lambda *arguments, **keywords: nullcontext())  # it knows no such device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *arguments: False)
+    nowhere = torch.device("meta")
+    step, sums = build(autocast_dtype=dtype, accumulation_steps=accumulation_steps, device=nowhere), LossSums(nowhere)
+    for _ in range(2):
+        result = step(pixels(1).to(nowhere), IDENTITY.to(nowhere), 0.1, stop=True)
+        sums.add(result)
+    assert sums.take(result.embeddings, Ranks()).device == nowhere
+    with pytest.raises(RuntimeError):
+        result.loss.item()

@@ -1,0 +1,40 @@
+"""The scale of an fp16 loss: halved by an overflow, doubled after so many steps without one."""
+
+import torch
+
+from trainer.loss_scale import FIRST_SCALE, STEPS_TO_GROW, LossScale
+
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+def test_it_halves_and_grows() -> None:
+    scale = LossScale(torch.device("cpu"))
+    scale.update(YES)
+    assert scale.scale == FIRST_SCALE / 2
+    for _ in range(STEPS_TO_GROW - 1):
+        scale.update(NO)
+    assert scale.scale == FIRST_SCALE / 2
+    scale.update(NO)
+    assert scale.scale == FIRST_SCALE
+    scale.update(NO)
+    assert (scale.scale, scale.good_steps) == (FIRST_SCALE, 1)  # it counts anew
+    scale.update(YES)
+    assert (scale.scale, scale.good_steps) == (FIRST_SCALE / 2, 0)
+
+
+def test_gradients_are_divided_by_it() -> None:
+    scale = LossScale(torch.device("cpu"))
+    gradients = [torch.full((2,), FIRST_SCALE), torch.ones(())]
+    scale.unscale(gradients)
+    assert gradients[0].tolist() == [1, 1]
+    assert gradients[1] == 1 / FIRST_SCALE
+
+
+def test_another_one_goes_on_from_its_state() -> None:
+    one, other = (LossScale(torch.device("cpu")) for _ in range(2))
+    one.update(YES)
+    one.update(NO)
+    other.load(one.state())
+    assert (other.scale, other.good_steps) == (FIRST_SCALE / 2, 1)
+    other.update(YES)
+    assert one.scale == FIRST_SCALE / 2  # its own tensors

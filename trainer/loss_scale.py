@@ -1,0 +1,40 @@
+"""fp16 holds nothing below 6e-8: the loss is multiplied before backward, so that small gradients stay, and gradients are
+divided by the same afterwards. The scale finds its own size (Micikevicius et al., Mixed Precision Training, 2018)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIRST_SCALE = 2.0**16
+STEPS_TO_GROW = 2000  # without an overflow, before the scale doubles
+
+
+class LossScale:
+    """The scale of this run, on the device; the same on all ranks, since all learn of an overflow in the same step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), FIRST_SCALE, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """In place."""
+        torch._foreach_mul_(gradients, 1 / self.scale)
+
+    def update(self, overflowed: Tensor) -> None:
+        """overflowed: 0-d bool, on the device: halve the scale; else double it after so many steps in a row."""
+        good_steps = torch.where(overflowed, 0, self.good_steps + 1)
+        grows = good_steps == STEPS_TO_GROW
+        self.scale *= torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))
+        self.good_steps.copy_(torch.where(grows, 0, good_steps))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        self.scale.copy_(state["scale"])
+        self.good_steps.copy_(state["good_steps"])
