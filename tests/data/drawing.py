@@ -39,16 +39,17 @@ def sizes(encoded: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 def dali_views(encoded: list[bytes], plan: Plan, recipe: ViewsConfig) -> Tensor:
     """(d, N, 3, S, S) uint8."""
-    return _run(encoded, recipe, view_arrays(plan, recipe, *sizes(encoded)))
+    return dali_run(encoded, recipe, view_arrays(plan, recipe, *sizes(encoded)))
 
 
 def dali_eval(encoded: list[bytes], recipe: ViewsConfig) -> Tensor:
     """The centre crops, (N, 3, S, S) uint8."""
     recipe = eval_recipe(recipe)
-    return _run(encoded, recipe, eval_arrays(recipe, *sizes(encoded)))[0]
+    return dali_run(encoded, recipe, eval_arrays(recipe, *sizes(encoded)))[0]
 
 
-def _run(encoded: list[bytes], recipe: ViewsConfig, arrays: list[np.ndarray]) -> Tensor:
+def dali_run(encoded: list[bytes], recipe: ViewsConfig, arrays: list[np.ndarray]) -> Tensor:
+    """The graph's outputs for the arrays, (d, N, 3, S, S) uint8."""
     images = [np.frombuffer(data, np.uint8) for data in encoded]
     pipe = view_pipeline(recipe, len(encoded), Placement(None, 2, 1), lambda: [images, *arrays])
     views = torch.stack([torch.from_dlpack(output.as_tensor()).clone() for output in pipe.run()])

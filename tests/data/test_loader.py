@@ -21,7 +21,7 @@ from trainer.data.bad_images import drop_quarantine_after, read_quarantine
 from trainer.data.index import Index, open_index
 from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, own_cores, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.data.views import eval_recipe
+from trainer.data.views import eval_recipe, view_arrays
 from trainer.errors import InputError
 
 RECIPE = ViewsConfig(num_views=2, side=16, test_resize=16)
@@ -92,6 +92,38 @@ def test_batches_are_the_plans_images_in_order(index, batches):
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_threads_and_reading_ahead_change_nothing(index, batches, threads, ahead):
     assert same(keep(loader(index, threads=threads, read_ahead_steps=ahead)), batches)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_dalis_queue_may_have_any_depth(index, batches, depth):
+    assert same(keep(loader(index, prefetch_batches=depth)), batches)
+
+
+def test_a_batch_is_taken_without_planning(index, monkeypatch):
+    """The plan and its arrays are made by the preparing thread, ahead of need: none is due when a batch is asked for."""
+    made: list[tuple[str, str, int]] = []
+
+    def noted(name, function):
+        def call(first, *rest):
+            made.append((name, threading.current_thread().name, rest[0] if name == "plan" else first.step))
+            return function(first, *rest)
+
+        return call
+
+    monkeypatch.setattr(Planner, "plan", noted("plan", Planner.plan))
+    monkeypatch.setattr("trainer.data.loader.view_arrays", noted("arrays", view_arrays))
+    iterator = iter(loader(index, read_ahead_steps=2, prefetch_batches=2))
+    for step in range(4):
+        next(iterator)
+        end = time.monotonic() + 10
+        while len(made) < 2 * (step + 4) and time.monotonic() < end:
+            time.sleep(0.001)
+        assert {what: max(s for w, _, s in made if w == what) for what in ("plan", "arrays")} == {
+            "plan": step + 3,  # one in DALI's queue beside it, two being read
+            "arrays": step + 3,
+        }
+    iterator.close()
+    assert {thread for _, thread, _ in made} == {"prepare_0"}
 
 
 @pytest.mark.parametrize("first", [1, 5, 11])

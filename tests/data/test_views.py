@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
-from drawing import dali_eval, dali_views, draw_plan, smooth_picture
+from drawing import dali_eval, dali_run, dali_views, draw_plan, sizes, smooth_picture
+from nvidia.dali import Pipeline, fn
+from nvidia.dali.backend import GetSchema
 from pictures import encoded as encode
 from pictures import image, shared
 from PIL import Image
@@ -17,6 +19,7 @@ from PIL import Image
 from trainer.config import ViewsConfig
 from trainer.data.color import color_matrices
 from trainer.data.reference import reference_views
+from trainer.data.views import Placement, decode, view_arrays
 
 BORDER = 16
 PLAIN = ViewsConfig(num_views=2, side=96, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
@@ -106,6 +109,51 @@ def test_a_view_without_blur_stays_as_it_is():
     assert sharp.any()
     assert same[sharp].all()
     assert not same[torch.from_numpy(plan.blur_sigma > 0.5).T].any()
+
+
+def test_a_recipe_may_blur_every_view_or_none_of_a_batch():
+    """DALI gives the blur only the views that have one: all of the batch, or an empty part of it."""
+    encoded = pictures("generated")[:4]
+    for sigma in (0.0, 1.5):
+        plan = draw_plan(BLURRED, 4)
+        plan = plan._replace(blur_sigma=np.full_like(plan.blur_sigma, sigma))
+        same = torch.equal(dali_views(encoded, plan, BLURRED), dali_views(encoded, plan, PLAIN))
+        assert same == (sigma == 0)
+
+
+def test_three_sigma_are_enough_for_a_blur():
+    """Against all 23 taps, in the same graph."""
+    encoded = pictures("photographs")[::10]
+    plan = draw_plan(replace(BLURRED, side=224), len(encoded))
+    heights, widths = sizes(encoded)
+    arrays = view_arrays(plan, BLURRED, heights, widths)
+    for taps in (3, 7):  # the fields of a view: start, end, sigma, taps
+        assert arrays[taps].max() <= 13
+    full = [np.full_like(x, 23) if i % 4 == 3 else x for i, x in enumerate(arrays)]
+    cut, whole = (dali_run(encoded, replace(BLURRED, side=224), x).float() for x in (arrays, full))
+    blurred = torch.from_numpy(plan.blur_sigma > 0).T
+    difference = (cut - whole)[blurred].abs()
+    assert difference.max() <= 1  # a level by rounding
+    assert difference.mean() < 0.01
+
+
+def test_a_gpus_decoder_gets_its_settings(monkeypatch):
+    """As arguments that the operator knows; a CPU's gets none of them."""
+    given = {}
+    monkeypatch.setattr(fn.decoders, "image_slice", lambda *_, **arguments: given.update(arguments))
+    with Pipeline(batch_size=1, num_threads=1, device_id=None):
+        encoded = fn.external_source(name="encoded")
+        decode(encoded, Placement(0, 2, 2, 0.8, (5980, 6430)))
+        assert given.pop("device") == "mixed"
+        hardware = {"hw_decoder_load": 0.8, "preallocate_width_hint": 5980, "preallocate_height_hint": 6430}
+        assert hardware.items() <= given.items()
+        assert given.keys() <= set(GetSchema("decoders__ImageSlice").GetArgumentNames())
+        given.clear()
+        decode(encoded, Placement(0, 2, 2, 0.5))
+        assert "preallocate_width_hint" not in given
+        given.clear()
+        decode(encoded, Placement(None, 2, 2, 0.8, (5980, 6430)))
+        assert not hardware.keys() & given.keys()
 
 
 def test_views_of_one_image_differ():

@@ -107,7 +107,13 @@ class ViewLoader:
         self.bad = BadImages(index, config.max_bad_share, known, quarantine, rank)
         self._reader = ImageReader(index)
         threads = config.threads or own_cores()
-        self._place = Placement(device.index or 0 if device.type == "cuda" else None, threads, 2)
+        self._place = Placement(
+            device.index or 0 if device.type == "cuda" else None,
+            threads,
+            config.prefetch_batches,
+            config.hw_decoder_load,
+            config.decoder_hint,
+        )
         self._ahead = config.read_ahead_steps
         self._pipe: Any = None
         # DALI may write over what is let go of, and a GPU copies two steps later than the host asks for it
