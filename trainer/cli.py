@@ -9,13 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
-
-if TYPE_CHECKING:
-    from trainer.config import Config
 
 Words = Sequence[str]
 
@@ -201,106 +197,13 @@ def check_data(words: Words) -> int:
 
 
 def bench(words: Words) -> int:
-    """Measure: loss (implementations of W-MSE), loader (views a second), or checkpoint. JSON on the last line."""
+    """Measure: loss, loader, compute, end2end, checkpoint, growth, or all of a training. JSON on the last line."""
+    from trainer.bench.cli import add_arguments, run_bench
+
     parser = _parser(bench)
-    measures = {"loss": _bench_loss, "loader": _bench_loader, "checkpoint": _bench_checkpoint}
-    parser.add_argument("kind", choices=tuple(measures))
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="the experiment, YAML (loss: one rank's step; default: the recipes')",
-    )
-    parser.add_argument(
-        "--ranks", type=int, metavar="R", help="loss: ranks that share the experiment's step (default 1)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="time to measure for, in all, warm-up and counting on top (default 20)",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file, too")
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        metavar="d,N,M,k,it",
-        help="loss: views, images, slice size, embedding size, iterations of each measurement",
-    )
-    parser.add_argument(
-        "--sweep", action="store_true", help="loss: the whitening alone over numbers, rows and sizes of slices"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint: where files are written, and deleted afterwards (default: the system's temporary folder)",
-    )
+    add_arguments(parser)
     own, settings = _parse_with_settings(parser, words)
-    if own.folder is not None and own.kind != "checkpoint":
-        raise InputError("--folder is for wmse bench checkpoint")
-    if own.seconds <= 0:
-        raise InputError(f"--seconds is {own.seconds}: give a time above 0")
-    if own.out is not None and not own.out.parent.is_dir():
-        raise InputError(f"--out {own.out}: there is no folder {own.out.parent}; make it first")
-    result = measures[own.kind](own, settings)
-    text = json.dumps(result)
-    if own.out is not None:
-        from trainer.files import write_text
-
-        write_text(own.out, text + "\n")
-    print(text)
-    return DONE
-
-
-def _bench_loss(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
-    if sum((own.config is not None, bool(own.shapes), own.sweep)) > 1:
-        raise InputError("--config, --shapes and --sweep each say what is measured: give one of them")
-    if own.config is not None:
-        from trainer.bench.loss import bench_config
-        from trainer.config_load import load_config
-
-        result = bench_config(load_config(own.config, settings), _number_of_ranks(own), own.seconds)
-        return {**result, "config": str(own.config)}
-    if settings or own.ranks is not None:
-        ignored = " ".join(["--ranks"] * (own.ranks is not None) + settings)
-        raise InputError(
-            f"wmse bench loss has no use for {ignored} without --config FILE; --shapes d,N,M,k,it names sizes without one"
-        )
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if own.sweep:
-        from trainer.bench.sweep import bench_sweep
-
-        return bench_sweep(device, own.seconds)
-    from trainer.bench.loss import bench_loss
-    from trainer.bench.shapes import parse_shapes
-
-    return bench_loss(parse_shapes(own.shapes or []), device, own.seconds)
-
-
-def _bench_loader(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
-    from trainer.bench.loader import bench_loader
-
-    return bench_loader(_experiment(own, settings), own.seconds)
-
-
-def _bench_checkpoint(own: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
-    from trainer.bench.checkpoint import bench_checkpoint
-
-    return bench_checkpoint(_experiment(own, settings), own.seconds, own.folder)
-
-
-def _experiment(own: argparse.Namespace, settings: list[str]) -> Config:
-    from trainer.config_load import load_config
-
-    if own.config is None:
-        raise InputError(f"wmse bench {own.kind} needs --config FILE")
-    if own.sweep or own.shapes or own.ranks is not None:
-        raise InputError("--shapes, --sweep and --ranks are for wmse bench loss")
-    return load_config(own.config, settings)
+    return run_bench(own, settings, _number_of_ranks(own))
 
 
 COMMANDS: dict[str, Callable[[Words], int]] = {

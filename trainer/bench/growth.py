@@ -1,0 +1,169 @@
+"""How the cost of a step, and of starting, grows: with views, images, embedding size, ranks, and images in the set."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.bench.compute import FixedSteps, peak_memory, sizes, take_agreed_turns, warm_up
+from trainer.bench.synthetic import synthetic_run, synthetic_views, write_index_only
+from trainer.bench.timing import spread, timed
+from trainer.config import Config
+from trainer.config_load import save_config
+from trainer.device import choose_device
+from trainer.distributed import Ranks
+from trainer.errors import InputError
+from trainer.machine import provenance
+from trainer.setup import rows_together
+
+VIEWS = (1, 2, 4, 8)  # 1: W-MSE has no pairs then, so encoder and projector alone
+BATCHES = (1, 2, 4)  # times the images that are whitened together
+EMBEDDINGS = (8, 16, 32, 64, 128, 256)
+RANKS = (1, 2)
+SETS = (10_000, 100_000, 1_281_167)
+START_UPS = 3  # processes for each size of the set
+CHILD_SECONDS = 120.0  # after which a process that measures is given up
+
+Point = dict[str, Any]
+
+
+def bench_growth(config: Config, seconds: float) -> dict[str, Any]:
+    """Measure LINES, each point for its share of about `seconds`, on synthetic batches and sets.
+
+    -> "lines": each with "line" (what grows), "unit", and "points": {line: value, "figure": median and quartiles}; a point that
+    could not be measured has "not_run" in its place.
+    Other settings stay the config's: images a rank on the line of the views, M = 2k on that of the embedding size, images a
+    rank on that of the ranks (one thread each). The set's line measures fresh processes, see `start_up`.
+    """
+    device = choose_device(config, Ranks())
+    in_process = len(VIEWS) + len(BATCHES) + len(EMBEDDINGS)
+    share = seconds / (in_process + 2 * len(RANKS))
+    lines = [
+        _line("num_views", "ms a step", "views d", (_views_point(config, device, share, d) for d in VIEWS)),
+        _line("images_per_rank", "ms a step", "batch", (_batch_point(config, device, share, n) for n in BATCHES)),
+        _line("embedding_size", "ms a step", "embedding", _embedding_points(config, device, share)),
+        _line("ranks", "ms a step", "ranks", (_ranks_point(config, device, 2 * share, r) for r in RANKS)),
+        _line("images_of_set", "seconds to the first plan, imports left out", "set", map(_set_point, SETS)),
+    ]
+    return {"bench": "growth", "lines": lines, **sizes(config, device, Ranks()), **provenance(device)}
+
+
+def _line(name: str, unit: str, title: str, points: Iterable[Point]) -> dict[str, Any]:
+    return {"line": name, "unit": unit, "title": title, "points": list(points)}
+
+
+def _views_point(config: Config, device: torch.device, seconds: float, num_views: int) -> Point:
+    changed = replace(config, views=replace(config.views, num_views=max(2, num_views)))
+    return {"num_views": num_views, **_step(changed, device, seconds, without_loss=num_views == 1)}
+
+
+def _batch_point(config: Config, device: torch.device, seconds: float, times: int) -> Point:
+    images = times * rows_together(config)
+    changed = replace(config, data=replace(config.data, images_per_step=images))
+    return {"images_per_rank": images, **_step(changed, device, seconds)}
+
+
+def _embedding_points(config: Config, device: torch.device, seconds: float) -> list[Point]:
+    """Sizes whose slices of 2k rows divide the images."""
+    images = config.data.images_per_step
+    fitting = [k for k in EMBEDDINGS if images % (2 * k) == 0 and config.loss.permutation_block % (2 * k) == 0]
+    return [{"embedding_size": k, **_step(_with_embedding(config, k), device, seconds)} for k in fitting]
+
+
+def _with_embedding(config: Config, size: int) -> Config:
+    model, loss = replace(config.model, embedding_size=size), replace(config.loss, slice_size=2 * size)
+    return replace(config, model=model, loss=loss)
+
+
+def _step(config: Config, device: torch.device, seconds: float, *, without_loss: bool = False) -> Point:
+    """A step's milliseconds; without_loss: forward and backward of one view of each image."""
+    with tempfile.TemporaryDirectory(prefix="bench_growth_") as folder:
+        try:
+            run = synthetic_run(config, Ranks(), device, Path(folder))
+        except InputError as error:  # this point does not fit the others' settings
+            return {"not_run": str(error)}
+        whole = FixedSteps(run)
+        warm_up(whole)
+        step: Callable[[], Any] = _encoder_alone(run) if without_loss else whole
+        step()  # encoder alone: its own first call
+        times = take_agreed_turns({"step": timed(step, device)}, seconds, Ranks())["step"]
+    return {"figure": spread([us / 1e3 for us in times]), **peak_memory(device)}
+
+
+def _encoder_alone(run: Any) -> Callable[[], None]:
+    pixels = synthetic_views(run)[: run.planner.rows.count]
+
+    def forward_backward() -> None:
+        with torch.autocast(run.device.type, run.step.autocast_dtype, enabled=run.step.autocast_dtype is not None):
+            embeddings = run.model(pixels)
+        embeddings.backward(torch.ones_like(embeddings))
+        run.optimizer.zero_grad(set_to_none=True)
+
+    return forward_backward
+
+
+def _ranks_point(config: Config, device: torch.device, seconds: float, ranks: int) -> Point:
+    """`wmse bench compute` of so many processes of this machine, each with the config's images."""
+    point: Point = {"ranks": ranks}
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        return point | {"not_run": f"this machine has {torch.cuda.device_count()} GPU(s)"}
+    data = replace(config.data, images_per_step=ranks * config.data.images_per_step)
+    with tempfile.TemporaryDirectory(prefix="bench_growth_") as folder:
+        path = Path(folder) / "config.yaml"
+        save_config(replace(config, data=data), path)
+        words = ["trainer", "bench", "compute", "--config", str(path), "--seconds", str(seconds)]
+        if ranks > 1:
+            words = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", *words]
+        found = _child(words)
+    if "not_run" in found:
+        return point | found
+    return point | {"figure": found["step_ms"], "views_per_s": found["views_per_s"]}
+
+
+def _set_point(num_images: int) -> Point:
+    """Fresh processes that open an index of so many images; figure: index_seconds."""
+    with tempfile.TemporaryDirectory(prefix="bench_growth_") as folder:
+        path = write_index_only(Path(folder), "train", num_images)
+        size = path.stat().st_size
+        found = []
+        for _ in range(START_UPS):
+            images_per_step = str(min(4096, num_images))
+            one = _child(["trainer.bench.start_up", folder, "train", images_per_step, str(time.time())])
+            if "not_run" in one:
+                return {"images_of_set": num_images, **one}
+            found.append(one)
+    names = [name for name in found[0] if name not in ("process", "images")]
+    figures = {name: spread([one[name] for one in found]) for name in names}
+    processes = [one["process"] for one in found]
+    return {
+        "images_of_set": found[0]["images"],
+        "index_file_bytes": size,
+        "processes": processes,
+        "figure": figures.pop("index_seconds"),
+        **figures,
+    }
+
+
+def _child(words: list[str]) -> dict[str, Any]:
+    """`python -m WORDS` with one thread -> the JSON on its last line, or {"not_run": why}."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *words], env=env, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"not_run": f"no result within {CHILD_SECONDS:.0f} s"}
+    if done.returncode != 0:
+        return {"not_run": f"exit code {done.returncode}: {' '.join(done.stderr.split()[-40:])}"}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result

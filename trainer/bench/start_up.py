@@ -1,0 +1,58 @@
+"""What a rank needs before its first plan, in time and memory, for a set of so many images: in a process of its own.
+
+    python -m trainer.bench.start_up ROOT SPLIT IMAGES_PER_STEP BEGAN
+
+BEGAN: time.time() just before the process was started. Prints one JSON object: seconds until everything that a rank imports is
+loaded, then until the first plan; memory after each, bytes. PSS: pages shared with other processes count in part; USS: only
+this process's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import trainer.setup  # noqa: F401 (a rank's imports: torch, timm, DALI)
+from trainer.config import ViewsConfig
+from trainer.data.index import open_index
+from trainer.data.plan import Planner
+from trainer.distributed import Ranks, own_rows
+
+
+def memory() -> dict[str, int]:
+    """Of this process, bytes: pss, uss."""
+    found: dict[str, int] = {}
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, size, *_ = line.split()
+        found[name.rstrip(":")] = 1024 * int(size)
+    return {"pss": found["Pss"], "uss": found["Private_Clean"] + found["Private_Dirty"]}
+
+
+def start_up(root: Path, split: str, images_per_step: int, began: float) -> dict[str, float]:
+    """Open the index, draw the epoch's order and the first plan -> figures, see above."""
+    imported, before = time.time(), memory()
+    index = open_index(root, split)
+    opened = time.time()
+    rows = own_rows(Ranks(), images_per_step)
+    planner = Planner(ViewsConfig(), seed=0, num_images=len(index), images_per_step=images_per_step, rows=rows)
+    planner.plan(0)
+    planned, after = time.time(), memory()
+    return {
+        "process": os.getpid(),
+        "images": len(index),
+        "import_seconds": imported - began,
+        "open_seconds": opened - imported,
+        "plan_seconds": planned - opened,
+        "index_seconds": planned - imported,
+        "start_seconds": planned - began,
+        **{f"{name}_bytes": after[name] for name in after},
+        **{f"index_{name}_bytes": after[name] - before[name] for name in after},
+    }
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    print(json.dumps(start_up(Path(words[0]), words[1], int(words[2]), float(words[3]))))
