@@ -1,0 +1,97 @@
+"""How cost grows: each point is what it says, in the process it says."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.bench import growth
+from trainer.bench.growth import _batch_point, _child, _embedding_points, _set_point, _views_point, bench_growth
+from trainer.config import Config
+from trainer.config_load import load_config
+
+CPU = torch.device("cpu")
+FIGURE = {"median": 1.0, "quartile_1": 1.0, "quartile_3": 1.0}
+
+
+@pytest.fixture
+def config(tiny_config: Path) -> Config:
+    return load_config(tiny_config, ["--data.images_per_step", "32"])
+
+
+def test_the_sizes_that_grow(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[Any, ...]] = []
+
+    def step(changed: Config, device: torch.device, seconds: float, *, without_loss: bool = False) -> dict[str, Any]:
+        images, loss, k = changed.data.images_per_step, changed.loss, changed.model.embedding_size
+        measured.append((changed.views.num_views, images, k, loss.slice_size, without_loss))
+        assert seconds == pytest.approx(2.0)
+        return {"figure": FIGURE}
+
+    children: list[list[str]] = []
+
+    def child(words: list[str]) -> dict[str, Any]:
+        children.append(words)
+        if "trainer.bench.start_up" in words:
+            return {"images": 7, "process": len(children), "index_seconds": 0.5, "pss_bytes": 9}
+        path = Path(words[words.index("--config") + 1])
+        images = load_config(path, []).data.images_per_step
+        return {"step_ms": FIGURE, "views_per_s": 2.0 * images}
+
+    monkeypatch.setattr(growth, "_step", step)
+    monkeypatch.setattr(growth, "_child", child)
+    monkeypatch.setattr(growth, "write_index_only", lambda root, split, count: Path(__file__))
+    result = bench_growth(config, 2.0 * (4 + 3 + 6 + 4))
+    lines = {line["line"]: line["points"] for line in result["lines"]}
+    assert measured == [
+        *((2, 32, 8, 16, True), (2, 32, 8, 16, False), (4, 32, 8, 16, False), (8, 32, 8, 16, False)),
+        *((2, images, 8, 16, False) for images in (16, 32, 64)),
+        *((2, 32, k, 2 * k, False) for k in (8, 16)),
+    ]
+    assert [point["num_views"] for point in lines["num_views"]] == [1, 2, 4, 8]
+    assert [(p["ranks"], p["views_per_s"]) for p in lines["ranks"]] == [(1, 64.0), (2, 128.0)]  # 32 images a rank
+    assert "--nproc_per_node=2" in children[1]
+    assert len(children) == 2 + 3 * growth.START_UPS
+    assert lines["images_of_set"][0]["pss_bytes"]["median"] == 9
+
+
+def test_steps_are_measured(config: Config) -> None:
+    alone, pair, four = (_views_point(config, CPU, 0.1, d) for d in (1, 2, 4))
+    assert alone["num_views"] == 1
+    assert 0 < alone["figure"]["median"] < four["figure"]["median"]
+    assert pair["figure"]["windows"] >= 3
+    assert _batch_point(config, CPU, 0.1, 4)["images_per_rank"] == 64
+    assert [point["embedding_size"] for point in _embedding_points(config, CPU, 0.1)] == [8, 16]
+
+
+def test_a_point_that_does_not_fit_says_why(config: Config) -> None:
+    parts = replace(config, optimizer=replace(config.optimizer, accumulation_steps=2))
+    assert "accumulation_steps" in _batch_point(parts, CPU, 0.1, 1)["not_run"]
+
+
+def test_the_index_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that imports what a rank does, and whose memory is not ours."""
+    monkeypatch.setattr(growth, "START_UPS", 2)
+    held = torch.ones(2**28)  # 1 GiB of this process
+    point = _set_point(50_000)
+    assert point["images_of_set"] == 50_000
+    assert os.getpid() not in point["processes"]
+    assert len(set(point["processes"])) == 2
+    assert 0 < point["index_uss_bytes"]["median"] < 0.1 * 2**30
+    assert 1e8 < point["uss_bytes"]["median"] < held.nbytes
+    assert point["index_file_bytes"] > 27 * 50_000
+    assert point["import_seconds"]["median"] > 0.5, "torch, timm and DALI are loaded"
+    parts = point["open_seconds"]["median"] + point["plan_seconds"]["median"]
+    assert point["figure"]["median"] == pytest.approx(parts, rel=0.5)
+
+
+def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(returncode=3, stdout="", stderr="Traceback ...\nRuntimeError: no memory")
+
+    monkeypatch.setattr(growth.subprocess, "run", run)
+    assert _child(["json.tool"]) == {"not_run": "exit code 3: Traceback ... RuntimeError: no memory"}
