@@ -1,0 +1,114 @@
+"""DALI with its own random operators, as one would write it without a plan.
+
+Two forms: decode an image once and crop it d times, or decode the crop of each view on its own (`image_random_crop`). Both read
+with DALI's file reader, draw a view's colour factors with masks where none is drawn, do all of colour in one
+`color_twist`, blur only the views that are drawn (`if` in the graph), with the window that DALI takes for a sigma by itself,
+and hand torch tensors over by DALI's own iterator. Every random operator has a seed of its own: two with the same one are
+merged, and so would views be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+from trainer.config import Config, ViewsConfig
+from trainer.data.index import open_index
+from trainer.data.loader import own_cores
+from trainer.errors import InputError
+
+INTERPOLATION = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}
+Seeds = Iterator[int]
+
+
+def dali_batches(config: Config, *, decode_once: bool) -> Iterator[Any]:
+    """Batch after batch on the CPU: {"view0": (N, S, S, 3) uint8, ...}. InputError for a set of shards."""
+    data, recipe = config.data, config.views
+    index = open_index(Path(data.root), data.train_split)
+    if not index.is_folder:
+        raise InputError(f"{data.root} holds shards: DALI's file reader, and so this peer, wants an image folder")
+    files = [str(index.root / index.split / index.name(i)) for i in range(len(index))]
+
+    @pipeline_def(
+        batch_size=data.images_per_step,
+        num_threads=data.threads or own_cores(),
+        device_id=None,
+        prefetch_queue_depth=2,
+        seed=config.seed,
+        enable_conditionals=True,
+    )
+    def graph() -> tuple[Any, ...]:
+        seeds = itertools.count(config.seed + 1)
+        encoded, _ = fn.readers.file(files=files, random_shuffle=True, seed=next(seeds), name="reader")
+        views = []
+        if decode_once:
+            image = fn.decoders.image(encoded, adjust_orientation=False)
+            views = [_crop_of_pixels(image, recipe, seeds) for _ in range(recipe.num_views)]
+        else:
+            views = [_crop_of_file(encoded, recipe, seeds) for _ in range(recipe.num_views)]
+        return tuple(_blur(_color(_flip(v, recipe, seeds), recipe, seeds), recipe, seeds) for v in views)
+
+    names = [f"view{view}" for view in range(recipe.num_views)]
+    pipe = graph()
+    pipe.build()
+    # drop_last would end an epoch of a small set every few batches: the reader goes round and round instead
+    return (outputs[0] for outputs in DALIGenericIterator([pipe], names, size=-1))
+
+
+def _crop_of_pixels(image: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
+    return fn.random_resized_crop(
+        image,
+        size=recipe.side,
+        random_area=recipe.crop_area,
+        random_aspect_ratio=recipe.crop_ratio,
+        interp_type=INTERPOLATION[recipe.interpolation],
+        antialias=True,
+        seed=next(seeds),
+    )
+
+
+def _crop_of_file(encoded: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
+    crop = fn.decoders.image_random_crop(
+        encoded,
+        random_area=recipe.crop_area,
+        random_aspect_ratio=recipe.crop_ratio,
+        adjust_orientation=False,
+        seed=next(seeds),
+    )
+    size = (recipe.side, recipe.side)
+    return fn.resize(crop, size=size, interp_type=INTERPOLATION[recipe.interpolation], antialias=True)
+
+
+def _flip(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
+    return fn.flip(view, horizontal=fn.random.coin_flip(probability=recipe.flip_probability, seed=next(seeds)))
+
+
+def _color(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
+    jitter = fn.random.coin_flip(probability=recipe.color_probability, seed=next(seeds))
+    gray = fn.random.coin_flip(probability=recipe.gray_probability, seed=next(seeds))
+
+    def factor(strength: float) -> Any:
+        drawn = fn.random.uniform(range=[max(0.0, 1 - strength), 1 + strength], seed=next(seeds))
+        return 1 + jitter * (drawn - 1)
+
+    turn = fn.random.uniform(range=[-360 * recipe.hue, 360 * recipe.hue], seed=next(seeds))
+    return fn.color_twist(
+        view,
+        brightness=factor(recipe.brightness),
+        contrast=factor(recipe.contrast),
+        saturation=factor(recipe.saturation) * (1 - gray),
+        hue=jitter * turn,
+    )
+
+
+def _blur(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
+    drawn = fn.random.coin_flip(probability=recipe.blur_probability, dtype=types.BOOL, seed=next(seeds))
+    sigma = fn.random.uniform(range=list(recipe.blur_sigma), seed=next(seeds))
+    if drawn:
+        view = fn.gaussian_blur(view, sigma=sigma)
+    return view

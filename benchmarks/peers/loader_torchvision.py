@@ -1,0 +1,56 @@
+"""The loader that most public code of the field uses: a DataLoader whose workers open each file with Pillow once and put the
+image through torchvision.transforms d times."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchvision.transforms import v2
+
+from trainer.config import Config, ViewsConfig
+from trainer.data.index import Index, open_index
+
+MODES = {"bicubic": v2.InterpolationMode.BICUBIC, "bilinear": v2.InterpolationMode.BILINEAR}
+
+
+class TorchvisionViews(Dataset):
+    """d augmented views of each image, each (3, S, S) uint8."""
+
+    def __init__(self, index: Index, recipe: ViewsConfig) -> None:
+        self.index, self.num_views = index, recipe.num_views
+        jitter = v2.ColorJitter(recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue)
+        blur = v2.GaussianBlur(recipe.blur_window, recipe.blur_sigma)
+        self.transform = v2.Compose(
+            [
+                v2.RandomResizedCrop(recipe.side, recipe.crop_area, recipe.crop_ratio, MODES[recipe.interpolation]),
+                v2.RandomHorizontalFlip(recipe.flip_probability),
+                v2.RandomApply([jitter], recipe.color_probability),
+                v2.RandomGrayscale(recipe.gray_probability),
+                v2.RandomApply([blur], recipe.blur_probability),
+                v2.PILToTensor(),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i: int) -> list[torch.Tensor]:
+        image = Image.open(io.BytesIO(self.index.read(i))).convert("RGB")
+        return [self.transform(image) for _ in range(self.num_views)]
+
+
+def torchvision_batches(config: Config, workers: int) -> Iterator[Any]:
+    """Batch after batch from a DataLoader with `workers` processes: d tensors (N, 3, S, S) uint8."""
+    data = TorchvisionViews(open_index(Path(config.data.root), config.data.train_split), config.views)
+    images = config.data.images_per_step
+    sampler = RandomSampler(data, replacement=False, num_samples=1 << 30)
+    prefetch = 2 if workers else None
+    return iter(
+        DataLoader(data, images, sampler=sampler, num_workers=workers, prefetch_factor=prefetch, drop_last=True)
+    )

@@ -1,0 +1,52 @@
+"""Our loader and its peers, in windows that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.peers.loader_dali import dali_batches
+from benchmarks.peers.loader_torchvision import torchvision_batches
+from trainer.bench.loader import WARMUP_STEPS, endless_loader, measure
+from trainer.bench.timing import spread
+from trainer.config import Config
+
+ROUNDS = 5
+Loaders = dict[str, Callable[[], Iterator[Any]]]
+
+
+def loaders(config: Config, workers: int) -> Loaders:
+    """What is measured: name -> a function that starts it."""
+    return {
+        "ours": lambda: endless_loader(config),
+        "torchvision": lambda: torchvision_batches(config, workers),
+        "dali_decode_once": lambda: dali_batches(config, decode_once=True),
+        "dali_decode_per_view": lambda: dali_batches(config, decode_once=False),
+    }
+
+
+def compare_loaders(config: Config, seconds: float, workers: int) -> dict[str, Any]:
+    """Views a second of each loader: ROUNDS windows of `seconds` in all, starts and warm-up on top; and how many times as fast
+    as each peer ours is. A loader lives in its own windows only, so that none works ahead in another's."""
+    views = config.data.images_per_step * config.views.num_views
+    made = loaders(config, workers)
+    rates: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(ROUNDS):
+        for name, make in made.items():
+            batches = make()
+            for _ in range(WARMUP_STEPS):
+                next(batches)
+            rates[name].append(measure(batches, views, seconds / ROUNDS / len(made)))
+            del batches
+    figures: dict[str, dict[str, Any]] = {name: {**spread(values), "samples": values} for name, values in rates.items()}
+    return {
+        "unit": "views a second",
+        "figures": figures,
+        "times": {name: figures["ours"]["median"] / f["median"] for name, f in figures.items() if name != "ours"},
+        "workers": workers,
+        "images_per_step": config.data.images_per_step,
+        "num_views": config.views.num_views,
+        "side": config.views.side,
+        "interpolation": config.views.interpolation,
+        "warm_up_steps": WARMUP_STEPS,
+    }

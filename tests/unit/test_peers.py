@@ -1,0 +1,99 @@
+"""Each peer makes what it should, on tiny sizes: a ratio to something else would mean nothing."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.loader_dali import dali_batches
+from benchmarks.peers.loader_torchvision import torchvision_batches
+from benchmarks.peers.loaders import loaders
+from benchmarks.peers.optimizers import compare_optimizers, optimizers
+from trainer.config import Config
+from trainer.config_load import load_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tiny_config: Path, tiny_set: Path) -> Config:
+    return load_config(tiny_config, ["--data.root", str(tiny_set)])
+
+
+def views_of(config: Config, name: str) -> list[torch.Tensor]:
+    """The d views of the first batch, each (N, 3, S, S)."""
+    if name == "torchvision":
+        return next(torchvision_batches(config, 0))
+    batch = next(dali_batches(config, decode_once=name == "dali_decode_once"))
+    return [batch[f"view{view}"].permute(0, 3, 1, 2) for view in range(config.views.num_views)]
+
+
+PEERS = ["torchvision", "dali_decode_once", "dali_decode_per_view"]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_makes_different_views_of_the_recipes_size(config: Config, name: str) -> None:
+    first, second, *_ = views_of(config, name)
+    for view in (first, second):
+        assert view.shape == (config.data.images_per_step, 3, config.views.side, config.views.side)
+        assert view.dtype == torch.uint8
+    assert (first != second).flatten(1).any(1).all()
+    assert len(torch.unique(first, dim=0)) > 1
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_shows_the_same_image_in_all_views(config: Config, name: str) -> None:
+    """Without any chance the views are the whole image, and equal; with grey alone, their channels are."""
+    plain = replace(config.views, crop_area=(1.0, 1.0), crop_ratio=(0.9, 1.2), flip_probability=0.0,
+                    color_probability=0.0, gray_probability=0.0, blur_probability=0.0)  # fmt: skip
+    first, second, *_ = views_of(replace(config, views=plain), name)
+    assert (first.float() - second.float()).abs().mean() < 6
+    assert (first[:1].float() - second[1:2].float()).abs().mean() > 20
+    gray = views_of(replace(config, views=replace(plain, gray_probability=1.0)), name)[0].float()
+    assert (gray[:, 0] - gray[:, 1]).abs().max() <= 2
+    assert (first[:, 0].float() - first[:, 1].float()).abs().max() > 20
+    blurred = replace(plain, blur_probability=1.0, blur_sigma=(1.9, 2.0), blur_window=13)
+    soft = views_of(replace(config, views=blurred), name)[0].float()
+    assert soft.diff(n=2, dim=-1).abs().mean() < 0.75 * first.float().diff(n=2, dim=-1).abs().mean()
+
+
+def test_every_loader_goes_on_past_an_epoch(config: Config) -> None:
+    """A set of a few steps is gone through many times in a window."""
+    for make in loaders(config, 0).values():
+        assert sum(1 for _ in islice(make(), 40)) == 40
+
+
+def test_every_optimizer_updates_all_its_parameters(config: Config) -> None:
+    for model, step in optimizers(config, CPU).values():
+        before = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e3)
+        step()
+        assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    result = compare_optimizers(config, 0.01, CPU)
+    assert result["times"].keys() == {"timm_lars_foreach", "timm_lars", "sgd_foreach"}
+    assert all(ratio > 0 for ratio in result["times"].values())
+
+
+def test_the_command_prints_ratios_and_refuses_unknown_parts(
+    config: Config, tiny_config: Path, tiny_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--seconds", "0.1"]
+    assert main([*words, "--only", "loss,optimizer", "--out", str(tmp_path / "peers.json")]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "peers.json").read_text())
+    assert result["loss"]["times"].keys() == {"loop", "reference"}
+    assert "loader" not in result
+    assert {"commit", "versions"} <= result.keys()
+    assert main([*words, "--only", "loader", "--workers", "0"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    figures = result["loader"]["figures"]
+    assert result["loader"]["times"]["torchvision"] == pytest.approx(
+        figures["ours"]["median"] / figures["torchvision"]["median"]
+    )
+    assert main([*words, "--only", "loader,lots"]) == 2
+    assert "'lots'" in capsys.readouterr().err
