@@ -139,10 +139,14 @@ def _collective_timeout(timeout_minutes: float) -> timedelta:
     return timedelta(minutes=0.8 * timeout_minutes)
 
 
-def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device, compression: str = "none") -> nn.Module:
+def wrap_model(
+    model: nn.Module, ranks: Ranks, device: torch.device, *, compression: str = "none", accumulates: bool = False
+) -> nn.Module:
     """DDP: gradients are averaged over ranks. BatchNorm's buffers are not broadcast: checkpoints hold the first rank's.
 
     compression: bf16 or fp16, the type in which gradients are sent and summed; none: as they are.
+    accumulates: whether some backwards keep their gradients to themselves, which DDP's static graph does not bear (torch 2.14
+    fails an assertion of its own).
     """
     if ranks.world_size == 1:
         return model
@@ -157,7 +161,7 @@ def wrap_model(model: nn.Module, ranks: Ranks, device: torch.device, compression
         device_ids=[device.index] if device.type == "cuda" else None,
         **leave_buffers,
         gradient_as_bucket_view=True,
-        static_graph=True,
+        static_graph=not accumulates,
     )
     if compression != "none":
         hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}

@@ -122,7 +122,13 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         compile_model(model, cuda_graphs=config.cuda_graphs and device.type == "cuda")
     group_first = ranks.rank // group_size * group_size * rows.count
     step = TrainStep(
-        wrap_model(model, ranks, device, config.gradient_compression),
+        wrap_model(
+            model,
+            ranks,
+            device,
+            compression=config.gradient_compression,
+            accumulates=config.optimizer.accumulation_steps > 1,
+        ),
         optimizer,
         config.loss,
         num_views=config.views.num_views,
@@ -198,10 +204,11 @@ def check_set_size(config: Config, num_images: int, *, say: bool = True) -> None
         _log.warning("the recipe counts on %d training images, this set has %d", expected, num_images)
 
 
-def compile_model(model: nn.Module, *, cuda_graphs: bool = False) -> None:
+def compile_model(model: nn.Module, *, cuda_graphs: bool = False, backend: str = "inductor") -> None:
     """Compile in place, before DDP wraps it: names stay plain. One graph or an error: a break would cost what is gained
     silently. Shapes are fixed: one compilation for each size of the views."""
-    model.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if cuda_graphs else None)
+    mode = "reduce-overhead" if cuda_graphs else None
+    model.compile(fullgraph=True, dynamic=False, backend=backend, mode=mode)
 
 
 def images_per_part(config: Config, images_per_rank: int) -> int:

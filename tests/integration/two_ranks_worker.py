@@ -14,6 +14,7 @@ from trainer.data.plan import Rows, slice_permutations
 from trainer.distributed import find_ranks, make_slice_group, own_rows, process_group, slice_group_size, wrap_model
 from trainer.metrics import LossSums
 from trainer.model import Model
+from trainer.setup import compile_model
 from trainer.step import StepResult, TrainStep
 
 IMAGES, K = 32, 4
@@ -28,6 +29,9 @@ CASES = {
     "4 views, slice group, 3 iterations": (4, 8, 3, 32, "per_view"),
     "2 views, 2 iterations inside a rank": (2, 8, 2, 16, "joint"),
     "a slice of the last rank fails": (2, 16, 1, 32, "joint"),
+    "4 views, compiled": (4, 16, 1, 32, "per_view"),
+    "2 views, sent as fp16": (2, 8, 1, 32, "joint"),
+    "2 views, 4 parts in all": (2, 8, 1, 32, "joint"),
 }
 
 
@@ -38,18 +42,29 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     rows = own_rows(ranks, IMAGES)
     group_size = slice_group_size(rows.count, ranks.world_size, block if iterations > 1 else slice_size)
     torch.manual_seed(0)
-    config = replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm)
+    parts = 4 // ranks.world_size if "parts" in name else 1
+    statistics_of = "local" if "parts" in name else "all"
+    config = replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of)
     group = torch.distributed.group.WORLD.group_name if ranks.world_size > 1 else None
     model = Model(config, ViewsConfig(num_views=views), group, ranks.world_size).double()
+    if "compiled" in name:
+        compile_model(model, backend="aot_eager")  # raises where the graph breaks
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     step = TrainStep(
-        wrap_model(model, ranks, torch.device("cpu")),
+        wrap_model(
+            model,
+            ranks,
+            torch.device("cpu"),
+            compression="fp16" if "fp16" in name else "none",
+            accumulates=parts > 1,
+        ),
         torch.optim.SGD(model.parameters(), lr=1.0),
         LossConfig(slice_size=slice_size, iterations=iterations),
         num_views=views,
         autocast_dtype=None,
         ranks=ranks,
         slice_group=make_slice_group(group_size, ranks, 1.0),
+        accumulation_steps=parts,
     )
     pixels = torch.randint(
         0, 256, (views, IMAGES, 3, 16, 16), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
@@ -66,7 +81,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     if ranks.world_size > 1:
         torch.distributed.all_reduce(loss)
     gradients = {n: before[n] - p.detach() for n, p in model.named_parameters()}
-    statistics = {n: b.clone() for n, b in model.named_buffers() if "running" in n}
+    statistics = {n: b.clone() for n, b in model.named_buffers() if "running" in n and statistics_of == "all"}
     agreed = {"agreed": result.agreed, "group_size": torch.tensor(group_size)}
     return {"loss": loss / ranks.world_size, **agreed, **gradients, **statistics}
 

@@ -11,7 +11,7 @@ from trainer.config_load import load_config
 from trainer.data.plan import Rows, slice_permutations
 from trainer.distributed import Ranks
 from trainer.errors import InputError
-from trainer.setup import Run, check_set_size, rows_together, set_up
+from trainer.setup import Run, check_set_size, images_per_part, rows_together, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
@@ -49,6 +49,14 @@ def test_settings_reach_the_parts_they_are_for(tiny_set: Path, tiny_config: Path
     assert (run.step.num_views, run.step.autocast_dtype, run.step.loss) == (3, torch.bfloat16, run.config.loss)
     assert run.planner.steps_per_epoch == 3
     assert run.end_step == run.schedule.total_steps == 9  # max_steps does not make a run longer
+
+
+def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path, tiny_config: Path) -> None:
+    words = ("--data.images_per_step", "48", "--optimizer.accumulation_steps", "3")
+    assert run_of(tiny_set, tiny_config, *words).step.accumulation_steps == 3
+    config = load_config(tiny_config, [*words, "--loss.iterations", "2", "--loss.permutation_block", "48"])
+    with pytest.raises(InputError, match=r"accumulation_steps is 3: the 48 images .*multiples of 48 images.*; take 1"):
+        images_per_part(config, 48)
 
 
 def test_blocks_are_kept_together_only_where_they_are_permuted(tiny_config: Path) -> None:
