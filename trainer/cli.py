@@ -174,11 +174,22 @@ def prepare(words: Words) -> int:
         "source", metavar="SOURCE", help="an image folder in ImageNet's layout, or fashion-mnist, cifar10, ..."
     )
     parser.add_argument("dest", type=Path, metavar="DEST", help="folder to make")
+    parser.add_argument(
+        "--max_side",
+        type=int,
+        metavar="PIXELS",
+        help="make larger pictures so small, as JPEG: faster to read and decode, other pixels (default: all as they are)",
+    )
+    parser.add_argument("--quality", type=int, metavar="Q", help="of those JPEGs, 1 to 100 (default 90)")
     own = parser.parse_args(words)
+    from trainer.data.prepare import Shrink
     from trainer.data.prepare import prepare as prepare_set
 
+    if own.quality is not None and own.max_side is None:
+        raise InputError("--quality is of pictures made smaller: give --max_side PIXELS, too")
+    shrink = None if own.max_side is None else Shrink(own.max_side, 90 if own.quality is None else own.quality)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare_set(own.source, own.dest)
+    prepare_set(own.source, own.dest, shrink=shrink)
     return DONE
 
 

@@ -1,6 +1,7 @@
 """Folders and published sets made into shards."""
 
 import gzip
+import io
 import json
 import struct
 import tarfile
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 import torchvision
 from pictures import encoded, image, make_folder, png_16_bit, shared
+from PIL import Image
 
 from trainer.data import sets
 from trainer.data.formats import inspect_image
 from trainer.data.index import open_index
-from trainer.data.prepare import choose_images, prepare
+from trainer.data.prepare import Shrink, choose_images, prepare
 from trainer.data.sets import ArraySplit, KnownSet
 from trainer.errors import InputError
 
@@ -96,6 +98,29 @@ def test_rare_kinds_are_converted_and_bad_files_named(tmp_path: Path, caplog: py
     assert sorted(line.split("\t")[0] for line in listed) == ["cat/d.jpg", "cat/e.jpg"]
     assert "2 of 5 files are no usable pictures" in caplog.text
     assert str(tmp_path / "dest/train.bad.txt") in caplog.text
+
+
+def test_large_pictures_are_made_smaller_and_small_ones_stay(tmp_path: Path) -> None:
+    large = image(height=60, width=100, seed=1)
+    files = {"a.jpg": encoded("JPEG", large), "b.png": encoded("PNG", large.rotate(90, expand=True)), "c.jpg": JPEG,
+             "d.webp": encoded("WEBP", large), "e.jpg": encoded("JPEG", large)[:300]}  # fmt: skip
+    assert max(inspect_image(JPEG)[2:4]) <= 50
+    source = make_folder(tmp_path / "source", {f"train/cat/{name}": data for name, data in files.items()})
+    prepare(str(source), tmp_path / "dest", shrink=Shrink(50, 95), progress=False)
+    index = open_index(tmp_path / "dest", "train")
+    by_name = {index.name(i).split("/")[1]: i for i in range(len(index))}
+    sizes = {name: (int(index.heights[i]), int(index.widths[i])) for name, i in by_name.items()}
+    assert sizes == {"a.jpg": (30, 50), "b.jpg": (50, 30), "c.jpg": inspect_image(JPEG)[2:4], "d.jpg": (30, 50)}
+    assert index.read(by_name["c.jpg"]) == JPEG
+    expected = np.asarray(large.resize((50, 30), Image.Resampling.LANCZOS), float)
+    found = np.asarray(Image.open(io.BytesIO(index.read(by_name["d.jpg"]))), float)
+    assert np.abs(found - expected).mean() < 10  # WebP's and JPEG's loss in noise; another picture differs by 50
+    described = json.loads((tmp_path / "dest/dataset.json").read_text())
+    assert (described["max_side"], described["quality"]) == (50, 95)
+    assert (tmp_path / "dest/train.bad.txt").read_text().startswith("cat/e.jpg\t")
+    for shrink in (Shrink(7), Shrink(50, 101)):
+        with pytest.raises(InputError, match=f"max_side is {shrink.max_side} and quality {shrink.quality}"):
+            prepare(str(source), tmp_path / "other", shrink=shrink)
 
 
 def test_no_usable_image(tmp_path: Path) -> None:

@@ -69,7 +69,12 @@ def to_direct(data: bytes) -> bytes:
 
     Raises InputError naming the problem.
     """
-    return encode_png(_decode(data).convert("RGB"))
+    return encode_png(decode_rgb(data))
+
+
+def decode_rgb(data: bytes) -> Image.Image:
+    """Any readable picture's pixels by Pillow's `convert("RGB")`. Raises InputError naming the problem."""
+    return _decode(data).convert("RGB")
 
 
 def encode_png(image: Image.Image) -> bytes:

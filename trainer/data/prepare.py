@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from trainer.data.formats import inspect_image, to_direct
+from trainer.data.formats import decode_rgb, inspect_image, to_direct
 from trainer.data.index import Index, user_cache
 from trainer.data.index_build import LAYOUT, READ_THREADS, build_folder, list_class_folders, log_left_out, with_progress
 from trainer.data.index_file import IndexContent, write_index
@@ -43,6 +44,13 @@ class Sample(NamedTuple):
     label: int
 
 
+class Shrink(NamedTuple):
+    """Pictures with a side above `max_side` pixels are made smaller, keeping their shape, and stored as JPEG of `quality`."""
+
+    max_side: int
+    quality: int = 90
+
+
 def prepare(
     source: str,
     dest: Path,
@@ -50,17 +58,23 @@ def prepare(
     splits: Sequence[str] | None = None,
     max_images: Mapping[str, int] | None = None,
     images_per_shard: int = 10_000,
+    shrink: Shrink | None = None,
     download_dir: Path | None = None,
     progress: bool = True,
 ) -> None:
     """Write SOURCE, an image folder (ROOT/SPLIT/CLASS/IMAGE) or a name in `sets.SETS`, as a prepared set to DEST.
 
-    splits: which to take, else all. max_images: at most so many of a split, spread evenly over its classes. DEST must be
-    missing or empty and appears only when complete. Bad files are named in SPLIT.bad.txt. Raises InputError.
+    splits: which to take, else all. max_images: at most so many of a split, spread evenly over its classes. shrink: what is
+    done to large pictures; None: all are stored byte for byte. DEST must be missing or empty and appears only when complete.
+    Bad files are named in SPLIT.bad.txt. Raises InputError.
     """
     dest = dest.expanduser().absolute()
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise InputError(f"{dest}: is not empty; name a new folder, or remove it first")
+    if shrink is not None and (shrink.max_side < 8 or not 1 <= shrink.quality <= 100):
+        raise InputError(
+            f"max_side is {shrink.max_side} and quality {shrink.quality}: a side has at least 8 pixels, a quality is 1 to 100"
+        )
     if images_per_shard < 1:
         raise InputError(f"images_per_shard is {images_per_shard}, must be at least 1")
     available = _list_splits(source)
@@ -76,12 +90,14 @@ def prepare(
         for split in splits:
             images, bad = _open_source(source, split, partial, download_dir or user_cache() / "downloads", progress)
             limit = (max_images or {}).get(split, len(images))
-            content = _write_shards(images, bad, split, limit, partial, images_per_shard, progress)
+            content = _write_shards(images, bad, split, limit, partial, images_per_shard, shrink, progress)
             write_index(partial / f"{split}.index", content)
             log_left_out(content, dest / f"{split}.bad.txt")
             counts[split], names_by_split[split] = len(content.names), images.class_names
         class_names = _agree(source, names_by_split)
         description = {"source": Path(source).name, "images": counts, "class_names": class_names}
+        if shrink is not None:
+            description |= shrink._asdict()
         write_text(partial / "dataset.json", json.dumps(description, indent=1, ensure_ascii=False) + "\n")
         shutil.rmtree(partial / SOURCE_INDEX, ignore_errors=True)
         partial.rename(dest)
@@ -137,11 +153,12 @@ def _write_shards(
     limit: int,
     folder: Path,
     images_per_shard: int,
+    shrink: Shrink | None,
     progress: bool,
 ) -> IndexContent:
     """Write one split's shards; returns the content of their index, `bad` and what was found bad here included."""
     bad = list(bad)
-    samples = _read_samples(images, choose_images(images.labels, limit).tolist(), bad)
+    samples = _read_samples(images, choose_images(images.labels, limit).tolist(), shrink, bad)
     numbered = enumerate(with_progress(samples, min(limit, len(images)), f"write {split}", progress))
     for number, shard in itertools.groupby(numbered, lambda item: item[0] // images_per_shard):
         with tarfile.open(folder / f"{split}-{number:06d}.tar", "w", encoding="utf-8") as tar:
@@ -155,14 +172,16 @@ def _write_shards(
     return content
 
 
-def _read_samples(images: Index | ArraySplit, ids: list[int], bad: list[tuple[str, str]]) -> Iterator[Sample]:
+def _read_samples(
+    images: Index | ArraySplit, ids: list[int], shrink: Shrink | None, bad: list[tuple[str, str]]
+) -> Iterator[Sample]:
     """The usable images in the order of `ids`, read by threads; the others are appended to `bad`."""
     keys: set[str] = set()
     with ThreadPoolExecutor(READ_THREADS) as pool:
         for start in range(0, len(ids), READ_AHEAD):
             window = ids[start : start + READ_AHEAD]
             for i, (data, suffix, problem) in zip(
-                window, pool.map(lambda i: _read_image(images, i), window), strict=True
+                window, pool.map(lambda i: _read_image(images, i, shrink), window), strict=True
             ):
                 if problem:
                     bad.append((images.name(i), problem))
@@ -170,16 +189,28 @@ def _read_samples(images: Index | ArraySplit, ids: list[int], bad: list[tuple[st
                     yield Sample(_new_key(images.name(i), keys), suffix, data, int(images.labels[i]))
 
 
-def _read_image(images: Index | ArraySplit, i: int) -> tuple[bytes, str, str]:
+def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tuple[bytes, str, str]:
     """(bytes for the tar, suffix, problem) of image i."""
     try:
         data = images.read(i)
         info = inspect_image(data)
+        if shrink is not None and info.kind != "bad" and max(info.height, info.width) > shrink.max_side:
+            return shrunk_jpeg(data, shrink), "jpg", ""
         if info.kind == "convert":
             return to_direct(data), "png", ""
     except (OSError, InputError) as error:
         return b"", "", str(error)
     return data, "jpg" if info.format == "JPEG" else "png", info.problem
+
+
+def shrunk_jpeg(data: bytes, shrink: Shrink) -> bytes:
+    """The picture with its longer side at max_side (Lanczos), as JPEG without EXIF. Raises InputError for damaged bytes."""
+    picture = decode_rgb(data)
+    factor = shrink.max_side / max(picture.size)
+    size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
+    jpeg = io.BytesIO()
+    picture.resize(size, Image.Resampling.LANCZOS).save(jpeg, "JPEG", quality=shrink.quality)
+    return jpeg.getvalue()
 
 
 def _new_key(name: str, keys: set[str]) -> str:
