@@ -1,0 +1,114 @@
+"""DALI's views on a GPU against those on the CPU: python -m tests.gpu.check_views OUT.json [--tiny]
+
+The same plan drawn by both: every recipe's kind of graph, JPEG and PNG apart (the GPU's JPEG decoder rounds otherwise). Then
+the loader: batches in order, and none overwritten while the device still works on the one before.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.gpu.make_set import make_set
+from tests.gpu.part import Part, begin, end, table
+from trainer.config import DataConfig, ViewsConfig
+from trainer.data.index import Index, open_index
+from trainer.data.loader import ViewLoader, train_requests
+from trainer.data.plan import Planner, Rows
+
+CPU = torch.device("cpu")
+STRONG = ViewsConfig(num_views=4, side=224)
+RECIPES = {
+    "crop first, colour, blur": STRONG,
+    "colour first, no blur": replace(STRONG, num_views=2, order="color_first", blur_probability=0.0),
+    "bilinear, no colour": replace(
+        STRONG, num_views=2, interpolation="bilinear", color_probability=0.0, gray_probability=0.0
+    ),
+}
+STEPS, IMAGES_PER_STEP = 6, 16
+# mean difference in levels of 255: of PNG only the arithmetic differs, of JPEG also the decoder
+MEAN_BOUND = {"png": 0.6, "jpg": 2.5}
+
+
+def loader_of(index: Index, recipe: ViewsConfig, device: torch.device) -> ViewLoader:
+    """Six steps of a plan, the same for each device."""
+    rows = Rows(0, IMAGES_PER_STEP)
+    planner = Planner(recipe, seed=3, num_images=len(index), images_per_step=IMAGES_PER_STEP, rows=rows)
+    return ViewLoader(
+        index,
+        recipe,
+        DataConfig(threads=4),
+        train_requests(planner),
+        batch_size=IMAGES_PER_STEP,
+        device=device,
+        first_step=0,
+        end_step=STEPS,
+    )
+
+
+def batches(index: Index, recipe: ViewsConfig, device: torch.device, *, busy: bool = False) -> list[tuple[Tensor, Any]]:
+    """(views on the CPU, image ids) of each step. busy: the device has work before it copies a batch, as in training."""
+    taken = []
+    for batch in loader_of(index, recipe, device):
+        if busy and device.type == "cuda":
+            torch.cuda._sleep(50_000_000)  # clocks: some 30 ms, in which the loader goes on
+        taken.append((batch.views.clone(), batch.image_ids.copy()))
+    return [(views.cpu(), ids) for views, ids in taken]
+
+
+def differences(index: Index, recipe: ViewsConfig, device: torch.device) -> dict[str, dict[str, float]]:
+    """Kind of file -> mean, 99.9 % and largest difference in levels between the device's views and the CPU's."""
+    found: dict[str, list[Tensor]] = {"png": [], "jpg": []}
+    for (there, ids), (here, same_ids) in zip(batches(index, recipe, device), batches(index, recipe, CPU), strict=True):
+        assert np.array_equal(ids, same_ids)
+        gap = (there.int() - here.int()).abs().unflatten(0, (recipe.num_views, IMAGES_PER_STEP))
+        for number, image_id in enumerate(ids.tolist()):
+            found["png" if index.name(image_id).endswith("png") else "jpg"].append(gap[:, number])
+    return {kind: _summary(torch.stack(gaps)) for kind, gaps in found.items() if gaps}
+
+
+def _summary(gaps: Tensor) -> dict[str, float]:
+    values = gaps.flatten().float()
+    high = values.sort().values[int(0.999 * (len(values) - 1))]  # torch.quantile takes 16 million values at most
+    return {"mean": values.mean().item(), "of_1000_one_above": high.item(), "largest": values.max().item()}
+
+
+def check_order(index: Index, recipe: ViewsConfig, device: torch.device) -> str:
+    """Batches that wait behind other work of the device are those that nothing delays."""
+    calm, busy = (batches(index, recipe, device, busy=busy) for busy in (False, True))
+    for step, ((a, _), (b, _)) in enumerate(zip(calm, busy, strict=True)):
+        if not torch.equal(a, b):
+            return f"step {step}: the batch was written over before it was used"
+    return ""
+
+
+def run(part: Part) -> int:
+    """Compare, check, write; the exit code of the part."""
+    problems, found = [], {}
+    rows = [("recipe", "file", "mean", "1 of 1000 above", "largest")]
+    recipes = {name: replace(r, side=32) for name, r in RECIPES.items()} if part.tiny else RECIPES
+    with tempfile.TemporaryDirectory() as folder:
+        make_set(Path(folder), 48)
+        index = open_index(Path(folder), "train")
+        for name, recipe in recipes.items():
+            found[name] = differences(index, recipe, part.device)
+            for kind, figures in found[name].items():
+                rows.append((name, kind, *(f"{value:.3g}" for value in figures.values())))
+                if figures["mean"] > MEAN_BOUND[kind]:
+                    problems.append(f"{name}, {kind}: views differ by {figures['mean']:.2f} levels from the CPU's")
+        overwritten = check_order(index, recipes["crop first, colour, blur"], part.device)
+    print(table(rows))
+    problems += [overwritten] if overwritten else []
+    worst = max(figures["mean"] for kinds in found.values() for figures in kinds.values())
+    return end(part, {"levels": found}, problems, f"views differ by {worst:.2f} levels at most on the mean")
+
+
+if __name__ == "__main__":
+    sys.exit(run(begin(__doc__)))

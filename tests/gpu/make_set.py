@@ -1,0 +1,49 @@
+"""An image folder of drawn pictures, for machines that have no photographs: python -m tests.gpu.make_set FOLDER IMAGES
+
+FOLDER/train/{a,b}/N.jpg of 500x375 and 375x500 pixels, about 100 kB each as photographs of ImageNet are, and a PNG in every
+eighth place. Drawn from a seed: the same pictures everywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SIZE = (500, 375)
+
+
+def draw(seed: int, size: tuple[int, int] = SIZE) -> Image.Image:
+    """Colours that flow at several scales, and noise, width x height."""
+    rng = np.random.default_rng(seed)
+    total = np.zeros((size[1], size[0], 3), np.float32)
+    for cells, weight in ((3, 0.5), (12, 0.3), (48, 0.2)):
+        coarse = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+        total += weight * np.asarray(coarse.resize(size, Image.Resampling.BICUBIC), np.float32)
+    total += rng.normal(0, 8, total.shape).astype(np.float32)
+    return Image.fromarray(total.clip(0, 255).astype(np.uint8))
+
+
+def make_set(folder: Path, images: int) -> None:
+    """Draw `images` pictures by all cores."""
+    for name in "ab":
+        (folder / "train" / name).mkdir(parents=True, exist_ok=True)
+
+    def write(number: int) -> None:
+        picture = draw(number, SIZE if number % 3 else SIZE[::-1])
+        path = folder / "train" / "ab"[number % 2] / f"{number:06d}"
+        if number % 8 == 7:
+            picture.save(path.with_suffix(".png"), compress_level=1)
+        else:
+            picture.save(path.with_suffix(".jpg"), quality=92)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(images)))
+
+
+if __name__ == "__main__":
+    make_set(Path(sys.argv[1]), int(sys.argv[2]))
+    print(f"{sys.argv[2]} pictures in {sys.argv[1]}")
