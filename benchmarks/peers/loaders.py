@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peers.loader_dali import dali_batches
 from benchmarks.peers.loader_torchvision import torchvision_batches
-from trainer.bench.loader import WARMUP_STEPS, endless_loader, measure
+from trainer.bench.loading import WARMUP_STEPS, endless_loader, measure, warm_up
 from trainer.bench.timing import spread
 from trainer.config import Config
 
@@ -34,8 +34,7 @@ def compare_loaders(config: Config, seconds: float, workers: int) -> dict[str, A
     for _ in range(ROUNDS):
         for name, make in made.items():
             batches = make()
-            for _ in range(WARMUP_STEPS):
-                next(batches)
+            warm_up(batches)
             rates[name].append(measure(batches, views, seconds / ROUNDS / len(made)))
             del batches
     figures: dict[str, dict[str, Any]] = {name: {**spread(values), "samples": values} for name, values in rates.items()}

@@ -1,0 +1,105 @@
+"""Batches for the benchmarks of the loader: endless, from a cold page cache or as they come, and how fast they come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from trainer.bench.timing import synchronize
+from trainer.config import Config
+from trainer.data.index import Index
+from trainer.data.loader import Batch, ViewLoader, own_cores, train_requests
+from trainer.data.plan import Planner, Rows
+from trainer.data.shards import list_shards
+from trainer.device import choose_device
+from trainer.distributed import Ranks
+from trainer.setup import open_shared_index
+
+WARMUP_STEPS = 3
+
+
+class ColdIndex:
+    """An index whose reads find nothing in the page cache. Everything else is the index's own."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        shards = [] if index.is_folder else list_shards(index.root, index.split)
+        self._shards = {shard.name: shard for shard in shards}
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def read(self, i: int) -> bytes:
+        """Image i's bytes, from the disk."""
+        self.forget(i)
+        return self._index.read(i)
+
+    def forget(self, i: int) -> None:
+        """Ask the kernel to drop image i's file, or its whole shard, from the page cache."""
+        name = self._index.name(i)
+        path = self._shards.get(name.partition("/")[0]) or self._index.root / self._index.split / name
+        with contextlib.suppress(OSError):  # the read that follows says what is wrong with the file
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def endless_loader(config: Config, *, cold: bool = False) -> Iterator[Batch]:
+    """Batch after batch of the config's plan, for as long as asked; cold: from files that are not in the page cache."""
+    index = open_shared_index(config, Ranks())
+    images = config.data.images_per_step
+    planner = Planner(
+        config.views, seed=config.seed, num_images=len(index), images_per_step=images, rows=Rows(0, images)
+    )
+    return iter(
+        ViewLoader(
+            cast(Index, ColdIndex(index)) if cold else index,
+            config.views,
+            config.data,
+            train_requests(planner),
+            batch_size=images,
+            device=choose_device(config, Ranks()),
+            first_step=0,
+            end_step=1 << 40,
+        )
+    )
+
+
+def settings_used(config: Config, device: torch.device) -> dict[str, Any]:
+    """Those that decide a loader's speed on this device."""
+    data = config.data
+    used: dict[str, Any] = {
+        "threads": data.threads or own_cores(),
+        "prefetch_batches": data.prefetch_batches,
+        "read_ahead_steps": data.read_ahead_steps,
+    }
+    if device.type == "cuda":
+        used |= {"hw_decoder_load": data.hw_decoder_load, "decoder_hint": list(data.decoder_hint)}
+    return used
+
+
+def warm_up(batches: Iterator[Any]) -> None:
+    """Take the batches that are left out: threads start and memory is allocated."""
+    for _ in range(WARMUP_STEPS):
+        next(batches)
+
+
+def measure(batches: Iterator[Any], views_per_batch: int, seconds: float) -> float:
+    """Views a second over at least `seconds`."""
+    began, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - began) < seconds:
+        batch = next(batches)
+        if isinstance(batch, Batch):
+            synchronize(batch.views.device)
+        count += views_per_batch
+    return count / elapsed
