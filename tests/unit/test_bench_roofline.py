@@ -61,15 +61,14 @@ def test_the_smaller_bound_counts() -> None:
     assert (found["roofline_views_per_s"], found["roofline_bound"]) == (1000, "memory")
 
 
-def test_rates_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best window of the best size: 2 n^3 operations in its time."""
-    monkeypatch.setattr(roofline, "MATMUL_SIZES", {"cpu": (100, 200)})
-    monkeypatch.setattr(roofline, "timed", lambda function, device: function().shape[0])
-    monkeypatch.setattr(
-        roofline, "take_turns", lambda windows, seconds: {n: [9e9, w * 10.0] for n, w in windows.items()}
-    )
+@pytest.mark.parametrize(("slow", "best"), [(False, 400), (True, 100)])
+def test_rates_of_the_machine(monkeypatch: pytest.MonkeyPatch, slow: bool, best: int) -> None:
+    """The best window of the best size: 2 n^3 operations in its time. Where a small one takes long, no larger is tried."""
+    monkeypatch.setattr(roofline, "MATMUL_SIZES", {"cpu": (100, 200, 400)})
+    monkeypatch.setattr(roofline, "timed", lambda function, device: lambda calls: 1.0 if slow else 1e-3)
+    monkeypatch.setattr(roofline, "take_turns", lambda windows, seconds: {n: [9e9, n * 10.0] for n in windows})
     monkeypatch.setattr(
         roofline, "measure_ceilings", lambda device, seconds: floor.Ceilings(1.0, {2**20: 99.0, 2**26: 7.0, 2**28: 8.0})
     )
-    machine = measure_machine(CPU, None, 1.0)
-    assert machine == {"matmul_tflops": pytest.approx(2 * 200**3 / (2000e-6) / 1e12), "copy_gb_per_s": 8.0}
+    machine = measure_machine(CPU, None, 3.0)
+    assert machine == {"matmul_tflops": pytest.approx(2 * best**3 / (best * 10e-6) / 1e12), "copy_gb_per_s": 8.0}

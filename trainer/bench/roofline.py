@@ -10,12 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.bench.floor import measure_ceilings
-from trainer.bench.timing import take_turns, timed
+from trainer.bench.timing import Window, take_turns, timed
 from trainer.bench.traffic import Traffic
 from trainer.config import Config
 from trainer.model import Model
 
-MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}  # square; the best of them is the ceiling
+MATMUL_SIZES = {"cpu": (256, 1024, 2048), "cuda": (2048, 4096, 8192)}  # square; the best of them is the ceiling
+SLOW_PRODUCT = 20  # a larger product takes up to 64 times as long as the one before
 COPY_BYTES = 2**26  # a copy of tensors this large or larger: the activations of a step do not fit a cache either
 
 MEANING = {
@@ -72,9 +73,12 @@ def _count(model: Model, rows: int, side: int, device: torch.device, dtype: torc
 
 def measure_machine(device: torch.device, dtype: torch.dtype | None, seconds: float) -> dict[str, float]:
     """-> matmul_tflops in this precision, copy_gb_per_s: the best windows of about `seconds`."""
-    products = {
-        size: timed(_product(size, device, dtype or torch.float32), device) for size in MATMUL_SIZES[device.type]
-    }
+    products: dict[int, Window] = {}
+    for size in MATMUL_SIZES[device.type]:
+        products[size] = window = timed(_product(size, device, dtype or torch.float32), device)
+        window(1)
+        if window(1) > seconds / SLOW_PRODUCT:  # emulated on this machine: a larger one would take minutes
+            break
     times = take_turns(products, seconds / 2)
     copies = measure_ceilings(device, seconds / 2)
     return {
