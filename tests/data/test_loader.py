@@ -99,7 +99,8 @@ def test_dalis_queue_may_have_any_depth(index, batches, depth):
     assert same(keep(loader(index, prefetch_batches=depth)), batches)
 
 
-def test_a_batch_is_taken_without_planning(index, monkeypatch):
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_batch_is_taken_without_planning(index, monkeypatch, depth):
     """The plan and its arrays are made by the preparing thread, ahead of need: none is due when a batch is asked for."""
     made: list[tuple[str, str, int]] = []
 
@@ -112,15 +113,16 @@ def test_a_batch_is_taken_without_planning(index, monkeypatch):
 
     monkeypatch.setattr(Planner, "plan", noted("plan", Planner.plan))
     monkeypatch.setattr("trainer.data.loader.view_arrays", noted("arrays", view_arrays))
-    iterator = iter(loader(index, read_ahead_steps=2, prefetch_batches=2))
+    iterator = iter(loader(index, read_ahead_steps=2, prefetch_batches=depth))
     for step in range(4):
+        last = step + depth + 1  # depth - 1 batches in DALI's queue beside the one taken, two being read
         next(iterator)
         end = time.monotonic() + 10
-        while len(made) < 2 * (step + 4) and time.monotonic() < end:
+        while len(made) < 2 * (last + 1) and time.monotonic() < end:
             time.sleep(0.001)
         assert {what: max(s for w, _, s in made if w == what) for what in ("plan", "arrays")} == {
-            "plan": step + 3,  # one in DALI's queue beside it, two being read
-            "arrays": step + 3,
+            "plan": last,
+            "arrays": last,
         }
     iterator.close()
     assert {thread for _, thread, _ in made} == {"prepare_0"}

@@ -81,8 +81,11 @@ def test_cold_and_warm_show_the_same_batches(config: Config) -> None:
         assert torch.equal(next(cold).views, next(warm).views)
 
 
-def test_the_result_has_both_caches_and_what_was_used(config: Config) -> None:
+def test_the_result_has_both_caches_and_what_was_used(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[int] = []
+    monkeypatch.setattr(ColdIndex, "forget", lambda self, i: forgotten.append(i))
     result = bench_loader(config, 0.2)
+    assert len(forgotten) >= 8 * config.data.images_per_step  # warm-up and five windows
     assert result["figures"].keys() == result["page_cache"].keys() == {"cold", "warm"}
     for figure in result["figures"].values():
         assert len(figure["samples"]) == figure["windows"] == 5
