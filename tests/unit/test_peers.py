@@ -43,6 +43,11 @@ def test_a_peer_makes_different_views_of_the_recipes_size(config: Config, name: 
         assert view.dtype == torch.uint8
     assert (first != second).flatten(1).any(1).all()
     assert len(torch.unique(first, dim=0)) > 1
+    crops = replace(
+        config.views, flip_probability=0.0, color_probability=0.0, gray_probability=0.0, blur_probability=0.0
+    )
+    first, second, *_ = views_of(replace(config, views=crops), name)
+    assert (first != second).flatten(1).any(1).all()  # by their windows alone
 
 
 @pytest.mark.parametrize("name", PEERS)
