@@ -24,7 +24,7 @@ from trainer.optimizer import build_optimizer, update
 from trainer.setup import compile_model
 from trainer.step import StepResult, TrainStep
 
-IMAGES, VIEWS = 64, 2
+IMAGES, VIEWS = 64, 2  # of which a slice takes 32
 SMALL = Config(
     views=ViewsConfig(num_views=VIEWS, side=64),
     model=ModelConfig("resnet18", projector_hidden=(64,), embedding_size=16, zero_init_last=False),

@@ -18,7 +18,8 @@ from torch.autograd import DeviceType
 
 from kernels.whitening import WhiteningStatus, whiten, whiten_with_status
 from tests.conftest import ROOT
-from tests.gpu import check_kernels, profile_loss, time_whitening
+from tests.gpu import check_kernels, check_step, check_views, profile_loss, time_whitening
+from tests.gpu.check_step import Variant
 from tests.gpu.part import Part
 
 CPU = torch.device("cpu")
@@ -264,3 +265,42 @@ def test_a_profile_proves_only_what_it_can_see(
     monkeypatch.setattr(profile_loss, "objection_of_torch", lambda which: "it waits" if seen(which) else None)
     _, problems = profile_loss.examine(profile_loss.TINY_SHAPES[0], "triton", torch.device("cuda"))
     assert [problem in said for said in problems] == ([True] if problem else [])
+
+
+def test_views_that_differ_and_batches_written_over_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's batches come before the CPU's: every second pair of calls is brighter here, and so is the delayed one."""
+    pytest.importorskip("nvidia.dali")
+    real, calls = check_views.batches, []
+
+    def brighter(*arguments: Any, **keywords: Any) -> list[tuple[Tensor, Any]]:
+        calls.append(keywords)
+        wrong = (len(calls) % 2 == 0 and not calls[-1]) or calls[-1].get("busy")
+        return [(views + 9 if wrong else views, ids) for views, ids in real(*arguments)]
+
+    monkeypatch.setattr(check_views, "RECIPES", {"crop first, colour, blur": check_views.STRONG})
+    monkeypatch.setattr(check_views, "STEPS", 2)
+    monkeypatch.setattr(check_views, "batches", brighter)
+    out = tmp_path / "views.json"
+    assert check_views.run(Part(out, CPU, tiny=True)) == 1
+    *levels, written_over = json.loads(out.read_text())["problems"]
+    assert levels
+    assert all("levels from the CPU's" in problem for problem in levels)
+    assert written_over == "step 0: the batch was written over before it was used"
+
+
+def test_a_step_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = check_step.build_step(check_step.TINY, Variant("fp32"), CPU)
+    loss = expected(check_step.pixels_of(0, 64, CPU), torch.arange(check_step.IMAGES)[None], 0.1).loss.item()
+    seen, problem = check_step.check(check_step.TINY, Variant("fp32"), CPU, loss)
+    assert not problem, seen
+    assert check_step.check(check_step.TINY, Variant("bf16"), CPU, loss + 0.2)[1] == "another loss than in float32"
+    real = check_step.TrainStep.__call__
+
+    def updates_all_the_same(step: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = real(step, *arguments, **keywords)
+        with torch.no_grad():
+            next(iter(step.model.parameters())).add_(result.failed.float())
+        return result
+
+    monkeypatch.setattr(check_step.TrainStep, "__call__", updates_all_the_same)
+    assert check_step.check(check_step.TINY, Variant("fp32"), CPU, loss)[1] == "a failed step changed the weights"
