@@ -92,6 +92,9 @@ def test_windows_fill_the_time_with_the_same_calls_each() -> None:
     found = take_agreed_turns({"a": window("a", 1e-6)}, 10.0, Ranks())
     assert len(found["a"]) == compute.MAX_WINDOWS
     assert sum(calls["a"]) * 1e-6 == pytest.approx(10.0, rel=0.05)
+    calls["a"].clear()
+    take_agreed_turns({"a": window("a", 0.01)}, 1.0, Ranks(), min_calls=5)
+    assert calls["a"] == [1] + [5] * 20
     calls["b"].clear()
     assert len(take_agreed_turns({"b": window("b", 5.0)}, 1.0, Ranks())["b"]) == compute.MIN_WINDOWS
 

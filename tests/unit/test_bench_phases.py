@@ -76,7 +76,9 @@ def test_a_kernel_belongs_to_the_range_that_launched_it() -> None:
     events = [
         Event("forward", 0, 2, annotation=True),
         Event("backward", 2, 5, annotation=True),
+        Event("aten::convolution_backward", 3, 1, correlation=1),  # an operator's number is no launch's
         *kernel("conv", 1, 3, 4, 1, linked=11),
+        Event("aten::convolution_backward", 3, 1, correlation=1),
         *kernel("triton", 1.5, 6, 3, 2),  # beside conv for 1 ms; of no torch operator, on torch's stream
         *kernel("conv_backward", 3, 9, 5, 3, linked=12),
         *kernel("copy", 8, 14, 1, 4, linked=13),

@@ -26,6 +26,7 @@ from trainer.setup import Run
 WARMUP_STEPS = 3  # compile, autotune, allocate; none of them is measured
 PROFILED_STEPS = 3
 MAX_WINDOWS = 50
+MIN_CALLS = {"cpu": 1, "cuda": 5}  # a window; a GPU stands idle at its start, until the first launches reach it
 BATCHES = 2  # in turns, so that no step finds its input in a cache
 CEILING_SECONDS = 3.0  # at most, for the machine's best rates
 BATCH_NORMS = {  # name -> how BatchNorm takes its statistics
@@ -93,7 +94,7 @@ def measure_compute(step: FixedSteps, seconds: float, trace: Path | None = None)
     run = step.run
     warm_up(step)
     step.take_failed()
-    samples = take_agreed_turns({"step": timed(step, run.device)}, seconds, run.ranks)["step"]
+    samples = step_times(step, seconds)
     result = {**step_figures(samples, run), **peak_memory(run.device)}
     result["parameters"] = sum(p.numel() for p in run.model.parameters())
     result["failed_steps"] = step.take_failed()
@@ -113,11 +114,13 @@ def warm_up(step: FixedSteps) -> None:
         torch.cuda.reset_peak_memory_stats(step.run.device)
 
 
-def take_agreed_turns(windows: Mapping[str, Window], seconds: float, ranks: Ranks) -> dict[str, list[float]]:
+def take_agreed_turns(
+    windows: Mapping[str, Window], seconds: float, ranks: Ranks, min_calls: int = 1
+) -> dict[str, list[float]]:
     """Microseconds a call in each window, as `timing.take_turns`; but how many calls and windows is told once by the slowest
     rank, since all must make the same steps. Call each function before: nothing is warmed up here."""
     alone = {name: _slowest(window(1), ranks) for name, window in windows.items()}
-    calls = {name: max(1, math.ceil(MIN_WINDOW_SECONDS / one)) for name, one in alone.items()}
+    calls = {name: max(min_calls, math.ceil(MIN_WINDOW_SECONDS / one)) for name, one in alone.items()}
     round_seconds = sum(one * calls[name] for name, one in alone.items())
     rounds = min(MAX_WINDOWS, max(MIN_WINDOWS, int(seconds / round_seconds)))
     if rounds == MAX_WINDOWS:  # longer windows rather than more of them
@@ -128,6 +131,12 @@ def take_agreed_turns(windows: Mapping[str, Window], seconds: float, ranks: Rank
         for name, window in windows.items():
             samples[name].append(window(calls[name]) / calls[name] * 1e6)
     return samples
+
+
+def step_times(step: FixedSteps, seconds: float) -> list[float]:
+    """Microseconds a step in each window, for about `seconds`. Every rank calls this, and warmed the step up before."""
+    device, ranks = step.run.device, step.run.ranks
+    return take_agreed_turns({"step": timed(step, device)}, seconds, ranks, MIN_CALLS[device.type])["step"]
 
 
 def _slowest(seconds: float, ranks: Ranks) -> float:
@@ -213,8 +222,7 @@ def _batch_norms(config: Config, ranks: Ranks, device: torch.device, folder: Pat
         step = FixedSteps(synthetic_run(changed, ranks, device, folder / name))
         warm_up(step)
         windows[name] = timed(step, device)
-    times = {
-        name: spread([us / 1e3 for us in all_us]) for name, all_us in take_agreed_turns(windows, seconds, ranks).items()
-    }
+    turns = take_agreed_turns(windows, seconds, ranks, MIN_CALLS[device.type])
+    times = {name: spread([us / 1e3 for us in all_us]) for name, all_us in turns.items()}
     base = times["joint_local"]["median"]
     return {name: {"step_ms": time, "percent_above": 100 * (time["median"] / base - 1)} for name, time in times.items()}

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from trainer.bench.compute import FixedSteps, percent_of, sizes, step_figures, take_agreed_turns, warm_up
+from trainer.bench.compute import FixedSteps, percent_of, sizes, step_figures, step_times, warm_up
 from trainer.bench.phases import PHASES, StepProfiler, covered_ns, device_ms, host_ranges
-from trainer.bench.timing import MIN_WINDOWS, spread, timed
+from trainer.bench.timing import MIN_WINDOWS, spread
 from trainer.config import Config
 from trainer.device import choose_device
 from trainer.distributed import Ranks, find_ranks, process_group
@@ -85,9 +85,9 @@ def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict
     alone = FixedSteps(run)
     warm_up(alone)
     around = seconds * COMPUTE_SHARE / 2
-    compute = take_agreed_turns({"step": timed(alone, run.device)}, around, run.ranks)["step"]
+    compute = step_times(alone, around)
     watch = watch_training(run, seconds - 2 * around, train)
-    compute += take_agreed_turns({"step": timed(alone, run.device)}, around, run.ranks)["step"]
+    compute += step_times(alone, around)
     if not run.ranks.is_first:
         return {}
     if trace is not None:

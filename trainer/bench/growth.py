@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.bench.compute import FixedSteps, peak_memory, sizes, take_agreed_turns, warm_up
+from trainer.bench.compute import MIN_CALLS, FixedSteps, peak_memory, sizes, take_agreed_turns, warm_up
 from trainer.bench.synthetic import synthetic_run, synthetic_views, write_index_only
 from trainer.bench.timing import spread, timed
 from trainer.config import Config
@@ -96,7 +96,7 @@ def _step(config: Config, device: torch.device, seconds: float, *, without_loss:
         warm_up(whole)
         step: Callable[[], Any] = _encoder_alone(run) if without_loss else whole
         step()  # encoder alone: its own first call
-        times = take_agreed_turns({"step": timed(step, device)}, seconds, Ranks())["step"]
+        times = take_agreed_turns({"step": timed(step, device)}, seconds, Ranks(), MIN_CALLS[device.type])["step"]
     return {"figure": spread([us / 1e3 for us in times]), **peak_memory(device)}
 
 

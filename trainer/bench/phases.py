@@ -7,6 +7,7 @@ it was launched, by whichever thread.
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from trainer.bench.timing import synchronize
 
 PHASES = ("forward", "loss", "backward", "agree", "update")  # the names of the step's ranges
 DEVICE_PARTS = (*PHASES, "outside", "all_reduce", "augmentation")  # of the device's busy time
+LAUNCH = re.compile(
+    "cu(da)?[A-Z]"
+)  # CUDA's own functions; torch's operators have numbers of their own, which may be equal
 NS_PER_MS = 1e6
 
 Spans = list[tuple[int, int]]  # (start, end) in ns
@@ -91,7 +95,7 @@ def device_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
     and the loader's copies. "all_reduce": NCCL's, wherever launched. "augmentation": kernels on streams that torch launched
     nothing on: DALI's. Parts that run at the same time add up to more than "busy".
     """
-    launched = {e.correlation_id(): e.start_ns() for e in events if e.device_type() == DeviceType.CPU}
+    launched = {e.correlation_id(): e.start_ns() for e in events if LAUNCH.match(e.name())}
     kernels = [e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()]
     own_streams = {e.device_resource_id() for e in kernels if e.linked_correlation_id()}
     ranges = sorted((start, end, name) for name, spans in host_ranges(events).items() for start, end in spans)
