@@ -33,6 +33,22 @@ def test_one_convolution() -> None:
     assert num_bytes == cast + (x + weights + y) + ones + (y + x + weights + weights)
 
 
+def test_second_passes() -> None:
+    """BatchNorm reads x twice forward, x and its result's gradient twice backward; a convolution whose input wants a gradient
+    reads that of its result twice."""
+    rows, side = 2, 8
+    found = []
+    for layers in ((), (nn.BatchNorm2d(4),), (nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1, bias=False))):
+        model = nn.Sequential(OneConvolution(), *layers)
+        found.append(_count(model, rows, side, CPU, None)[1])
+    y = 4 * rows * 4 * side * side
+    channel, weights = 4 * 4, 4 * 4 * 4
+    norm = found[1] - found[0]
+    forward, backward = 3 * y, 5 * y  # x, x, result; x, gradient, x, gradient, result
+    assert forward + backward <= norm <= forward + backward + 20 * channel
+    assert found[2] - found[1] == (2 * y + weights) + (4 * y + 2 * weights)  # gradient, x, gradient, result; W twice
+
+
 def test_a_view_more_costs_what_is_counted(tiny_config: Path) -> None:
     """What two small batches say holds for a third, and weights are no part of a view's bytes."""
     config = load_config(tiny_config, ["--model.projector_hidden", "[512]", "--model.encoder_batch_norm", "per_view"])

@@ -23,8 +23,9 @@ MEANING = {
     "flop_per_view": "forward and backward of encoder and projector, a multiplication and an addition counted as two; "
     "convolutions and products only; the loss is left out",
     "bytes_per_view": "what the operators of an eager forward and backward read and write for one more view, from shapes: an "
-    "operator reads each argument once and writes each result once, nothing is fused and no cache is assumed; second passes "
-    "inside an operator (BatchNorm's statistics, the second gradient of a convolution) are not counted, so kernels move more",
+    "operator reads each argument once and writes each result once, but BatchNorm reads its input twice (statistics, then "
+    "values; backward: input and gradient twice), and a convolution's two gradients both read the gradient of its result; "
+    "nothing is fused and no cache is assumed",
     "bytes_per_step": "the same for what does not grow with the views: weights, their casts and gradients",
     "matmul_tflops": "best square product of this machine in the model's precision, 1e12 operations a second",
     "copy_gb_per_s": "best copy of 64 MiB or more, bytes read and written",
@@ -33,6 +34,33 @@ MEANING = {
     "traffic_utilisation": "measured views a second of a rank times its bytes, over copy_gb_per_s; above 1 where caches and "
     "fused kernels save traffic",
 }
+
+
+BATCH_NORM_FORWARD = {
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_batch_norm_with_update",
+    "aten::cudnn_batch_norm",
+}
+BATCH_NORM_BACKWARD = {  # their two large arguments come first
+    "aten::native_batch_norm_backward",
+    "aten::batch_norm_backward",
+    "aten::cudnn_batch_norm_backward",
+}
+
+
+class KernelTraffic(Traffic):
+    """`Traffic`, and what the kernels of a BatchNorm and of a convolution's gradients read a second time."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in BATCH_NORM_FORWARD:
+            self.bytes += args[0].nbytes
+        elif name in BATCH_NORM_BACKWARD:
+            self.bytes += args[0].nbytes + args[1].nbytes
+        elif name == "aten::convolution_backward" and all(args[-1][:2]):  # output_mask: of the input and of the weights
+            self.bytes += args[0].nbytes
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class ModelCost(NamedTuple):
@@ -63,7 +91,7 @@ def _count(model: Model, rows: int, side: int, device: torch.device, dtype: torc
     """-> operations, bytes of one forward and backward of `rows` views."""
     pixels = torch.zeros(rows, 3, side, side, dtype=torch.uint8, device=device).to(memory_format=torch.channels_last)
     cast = torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()
-    with FlopCounterMode(display=False) as flops, Traffic() as traffic:
+    with FlopCounterMode(display=False) as flops, KernelTraffic() as traffic:
         with cast:
             embeddings = model(pixels)
         # backward() would copy each gradient while it is watched, which it does not do otherwise
