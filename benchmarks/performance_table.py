@@ -92,6 +92,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {  # name -> file
     "loss": ("loss_cpu_2cores.json", loss_rows),
     "compute": ("compute_cpu_2cores.json", compute_table),
     "end2end": ("end2end_cpu_2cores.json", end2end_table),
+    "end2end_demo": ("end2end_demo_cpu_2cores.json", end2end_table),
     "growth": ("growth_cpu_2cores.json", growth_table),
 }
 
