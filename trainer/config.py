@@ -85,7 +85,7 @@ class ViewsConfig:
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     """Smallest and largest standard deviation of the blur, pixels."""
     blur_window: int = 23
-    """Largest number of taps of the blur, odd; windows are cut at 4 sigma."""
+    """Largest number of taps of the blur, odd; windows are cut at 3 sigma."""
     order: Literal["crop_first", "color_first"] = "crop_first"
     """crop_first: SimCLR's order. color_first: colour acts on the whole image, so contrast pivots on its mean grey."""
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)

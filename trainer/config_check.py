@@ -72,6 +72,7 @@ def check(config: Config) -> list[str]:
         *_views(config.views),
         *_slices(config),
         *_accumulation(config),
+        *_early_sides(config),
         *_optimizer(config.optimizer),
     ]
 
@@ -148,6 +149,13 @@ def _accumulation(config: Config) -> list[str]:
             f"whole slices of {config.loss.slice_size}"
         )
     return problems
+
+
+def _early_sides(config: Config) -> list[str]:
+    ends, epochs = config.views.early_side_epochs, config.optimizer.epochs
+    if ends and ends[-1] >= epochs:
+        return [f"views.early_side_epochs is {list(ends)}: the last must be below optimizer.epochs {epochs}"]
+    return []
 
 
 def _optimizer(o: OptimizerConfig) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from trainer.distributed import Ranks, own_rows, slice_group_size
 from trainer.errors import InputError
 from trainer.machine import git_commit
 from trainer.model import Model
-from trainer.schedule import build_schedule
+from trainer.schedule import build_schedule, side_steps
 from trainer.setup import Run, check_set_size, images_per_part, rows_together
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,9 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
         else f"x{s.drop_factor:g} at steps {', '.join(map(str, s.drop_steps))}"
     )
     together = "none shared" if group == 1 else f"shared by groups of {group} neighbouring ranks"
+    sides = side_steps(config, steps_per_epoch)
+    smaller = [f"{side} px until step {end}" for (_, side), (end, _) in pairwise(sides)]
+    early = [f"views: {', '.join(smaller)}, then {config.views.side} px"] if smaller else []
     return [
         f"images: {num_images} in {config.data.root or '(no data.root)'}; {steps_per_epoch} steps an epoch, "
         f"{num_images - steps_per_epoch * images} left out of each in turn",
@@ -77,6 +81,7 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
         f"rate: peak {peak_learning_rate(config):g}{rule}, {o.name}, weight decay {o.weight_decay:g}",
         f"step: {images} images x {views} views on {world_size} rank(s), {per_rank} images = {per_rank * views} views a rank"
         + in_parts,
+        *early,
         f"whitening: {slices} slices of {loss.slice_size} x {config.model.embedding_size} a step, {together}",
         f"BatchNorm: encoder {config.model.encoder_batch_norm}, projector {config.model.projector_batch_norm}, "
         f"statistics of {'all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",

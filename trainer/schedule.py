@@ -30,6 +30,13 @@ class Schedule:
         return self.peak * self.drop_factor ** sum(step >= drop for drop in self.drop_steps)
 
 
+def side_steps(config: Config, steps_per_epoch: int) -> tuple[tuple[int, int], ...]:
+    """(first step, side of the views from there on), rising from step 0."""
+    v = config.views
+    starts = [0, *(epoch * steps_per_epoch for epoch in v.early_side_epochs)]
+    return tuple(zip(starts, [*v.early_sides, v.side], strict=True))
+
+
 def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
     """The schedule of the whole run, whatever max_steps says."""
     o = config.optimizer

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.backends import why_not
 from trainer.checkpoint import list_checkpoints, load_encoder
 from trainer.config import Config
+from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
@@ -22,7 +25,7 @@ from trainer.faults import FaultCounter
 from trainer.files import atomic_write
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer
-from trainer.schedule import Schedule, build_schedule
+from trainer.schedule import Schedule, build_schedule, side_steps
 from trainer.step import TrainStep
 
 _log = logging.getLogger(__name__)
@@ -45,6 +48,8 @@ class Run:
     step: TrainStep
     group_rows: Rows
     """Consecutive images of a step that this rank's slice group holds."""
+    cache: DecodeCache | None = None
+    """Decoded images that the ranks of a node share."""
 
     def __post_init__(self) -> None:
         self._identity = torch.arange(self.group_rows.count, device=self.device)[None]
@@ -73,15 +78,18 @@ class Run:
 
     def loader(self, first_step: int) -> ViewLoader:
         """The batches from `first_step` on."""
+        sides = side_steps(self.config, self.planner.steps_per_epoch)
         return ViewLoader(
             self.index,
             self.config.views,
             self.config.data,
-            train_requests(self.planner),
+            train_requests(self.planner, sides),
             batch_size=self.planner.rows.count,
             device=self.device,
             first_step=first_step,
             end_step=self.end_step,
+            sides=sides,
+            cache=self.cache,
             quarantine=self.quarantine,
             rank=self.ranks.rank,
         )
@@ -149,6 +157,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         optimizer=optimizer,
         step=step,
         group_rows=Rows(group_first, group_size * rows.count),
+        cache=open_cache(config, index, ranks),
     )
 
 
@@ -168,6 +177,20 @@ def open_shared_index(config: Config, ranks: Ranks) -> Index:
     index = one_rank_a_node_first(ranks, lambda: open_index(root, split, progress=ranks.is_first))
     check_set_size(config, len(index), say=ranks.is_first)
     return index
+
+
+def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None:
+    """The node's memory for decoded images, where the settings ask for one. Raises InputError where it does not fit."""
+    if not config.data.decode_cache_gib:
+        return None
+    check_cache_size(index, config.data.decode_cache_gib)
+    job = os.environ.get("MASTER_PORT", "") if ranks.world_size > 1 else str(os.getpid())
+    path = SHARED_MEMORY / f"wmse_{os.getuid()}_{index.fingerprint}_{job}"
+    cache = one_rank_a_node_first(ranks, lambda: DecodeCache(index, path, create=ranks.local_rank == 0))
+    if ranks.world_size > 1:
+        dist.barrier()
+    cache.forget_name()
+    return cache
 
 
 def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> Index:

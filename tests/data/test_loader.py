@@ -46,7 +46,9 @@ def planner(index: Index, rows: Rows = WHOLE) -> Planner:
     return Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, rows=rows)
 
 
-def loader(index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, kept=None, **data) -> ViewLoader:
+def loader(
+    index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, kept=None, sides=(), **data
+) -> ViewLoader:
     return ViewLoader(
         index,
         RECIPE,
@@ -56,6 +58,7 @@ def loader(index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=
         device=CPU,
         first_step=first,
         end_step=end,
+        sides=sides,
         quarantine=kept,
         rank=rows.first // rows.count,
     )
@@ -453,3 +456,34 @@ def test_ranks_of_one_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> N
     assert own_cores() == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
     assert own_cores() == 1
+
+
+SIDES = ((0, 8), (5, 16))  # first step, side
+
+
+def with_sides(index: Index, first: int = 0) -> list[Batch]:
+    return keep(loader(index, first=first, requests=train_requests(planner(index), SIDES), sides=SIDES))
+
+
+def test_early_views_are_the_same_ones_drawn_smaller(index, batches):
+    found = with_sides(index)
+    assert [b.views.shape[-1] for b in found] == [8] * 5 + [16] * (STEPS - 5)
+    assert same(found[5:], batches[5:])
+    for small, large in zip(found[:5], batches[:5], strict=True):
+        np.testing.assert_array_equal(small.image_ids, large.image_ids)
+        halved = torch.nn.functional.avg_pool2d(large.views.float(), 2)
+        assert (small.views.float() - halved).abs().mean() < 6  # another view of the same image differs by 40
+
+
+@pytest.mark.parametrize("first", [3, 5, 7])
+def test_a_restart_finds_the_side_of_its_step(index, first):
+    assert same(with_sides(index, first), with_sides(index)[first:])
+
+
+def test_blur_shrinks_with_the_view(index):
+    request = train_requests(planner(index), SIDES)
+    for step, factor in ((0, 0.5), (5, 1.0)):
+        drawn = planner(index).plan(step).blur_sigma[:, -1]
+        assert drawn.any()
+        *_, sigma, _ = request(step).arrays(*(np.full(PER_STEP, 40),) * 2)
+        np.testing.assert_allclose(sigma, np.maximum(factor * drawn, 0.01), rtol=1e-6)

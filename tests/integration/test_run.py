@@ -19,6 +19,7 @@ from tests.integration.run_files import checkpoint, metrics, state
 from trainer.checkpoint import list_checkpoints, save_checkpoint
 from trainer.cli import main
 from trainer.config_load import load_config
+from trainer.data.decode_cache import SHARED_MEMORY
 from trainer.data.index import Index
 from trainer.schedule import build_schedule
 from trainer.signals import StopRequest
@@ -69,6 +70,24 @@ def test_resume_is_bit_for_bit(
     assert all(torch.equal(ours["model"][name], value) for name, value in whole["model"].items())
     for i, moments in whole["optimizer"]["state"].items():
         assert all(torch.equal(ours["optimizer"]["state"][i][name], value) for name, value in moments.items())
+
+
+def test_what_buys_time_resumes_bit_for_bit(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    """fp16 with its scale, parts, small views early, decoded images kept: stopped before and after the views grow."""
+    options = ("--precision", "fp16", "--optimizer.accumulation_steps", "2", "--data.images_per_step", "32",
+               "--views.early_sides", "[16]", "--views.early_side_epochs", "[2]", "--data.decode_cache_gib", "0.01",
+               "--log.every_steps", "1")  # fmt: skip
+    assert pretrain(tiny_config, tiny_set, tmp_path / "whole", *options) == 0
+    for more in (["--max_steps", "1"], ["--max_steps", "2"], []):
+        assert pretrain(tiny_config, tiny_set, tmp_path / "run", *options, *more) == 0
+    ours, whole = (checkpoint(tmp_path / name, 3) for name in ("run", "whole"))
+    assert all(torch.equal(ours["model"][name], value) for name, value in whole["model"].items())
+    assert ours["loss_scale"] == whole["loss_scale"]
+    assert int(ours["loss_scale"]["good_steps"]) + metrics(tmp_path / "run")[-1]["failed_steps"] > 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "2 parts of 16 images one after the other" in log
+    assert "views: 16 px until step 2, then 32 px" in log
+    assert not list(SHARED_MEMORY.glob("wmse_*"))
 
 
 def test_killed_run_goes_on_from_its_last_checkpoint(

@@ -46,6 +46,20 @@ def test_saved_config_loads_as_the_same(tmp_path: Path) -> None:
     assert load_config(tmp_path / "saved.yaml", []) == config
 
 
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    message = problems(
+        "views: {early_sides: [96, 128], early_side_epochs: [5]}\ncuda_graphs: true\n"
+        "data: {images_per_step: 1024}\noptimizer: {accumulation_steps: 8}",
+        tmp_path,
+    )
+    assert "views.early_sides is [96, 128] with early_side_epochs [5]: give as many epochs as sides" in message
+    assert "cuda_graphs is true with compile false: set compile to true" in message
+    assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many parts" in message
+    assert "rising" in problems("views: {early_sides: [96, 96], early_side_epochs: [5, 5]}", tmp_path)
+    late = "views: {early_sides: [96], early_side_epochs: [9]}\noptimizer: {epochs: 9}"
+    assert "early_side_epochs is [9]: the last must be below optimizer.epochs 9" in problems(late, tmp_path)
+
+
 def test_all_problems_at_once_with_the_nearest_key(tmp_path: Path) -> None:
     message = problems(
         "sed: 1\noptimizer: {epoch: 3, name: sgd}\ndata: 7\nviews: {side: abc}",

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.config_load import load_config
-from trainer.describe import dry_run, estimate_memory, plan_lines
+from trainer.describe import dry_run, estimate_memory, plan_lines, without_effect
 from trainer.errors import InputError
 from trainer.model import Model
 
@@ -22,6 +23,25 @@ def test_numbers_of_the_plan(tiny_config: Path) -> None:
     ):
         assert part in text
     assert "none shared" in "\n".join(plan_lines(config, 50, 1))
+
+
+def test_parts_and_early_sides_are_said(tiny_config: Path) -> None:
+    words = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sides", "[16,24]",
+             "--views.early_side_epochs", "[1,2]"]  # fmt: skip
+    text = "\n".join(plan_lines(load_config(tiny_config, words), 640, 2))
+    assert "32 images = 64 views a rank, 2 parts of 16 images one after the other" in text
+    assert "views: 16 px until step 10, 24 px until step 20, then 32 px" in text
+    plain = "\n".join(plan_lines(load_config(tiny_config, []), 640, 1))
+    assert "parts" not in plain
+    assert "views: " not in plain
+
+
+def test_settings_without_effect_are_said(tiny_config: Path) -> None:
+    words = ["--gradient_compression", "bf16", "--compile", "true", "--cuda_graphs", "true"]
+    config, cpu = load_config(tiny_config, words), torch.device("cpu")
+    assert [line.split()[0] for line in without_effect(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
+    assert [line.split()[0] for line in without_effect(config, 2, torch.device("cuda"))] == []
+    assert without_effect(load_config(tiny_config, []), 1, cpu) == []
 
 
 @pytest.mark.parametrize(("name", "copies"), [("adam", 4), ("lars", 3)])

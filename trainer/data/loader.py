@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 
 from trainer.config import DataConfig, ViewsConfig
 from trainer.data.bad_images import BadImages, read_quarantine
-from trainer.data.formats import decode_fully
+from trainer.data.decode_cache import DecodeCache
+from trainer.data.formats import decode_fully, decode_rgb
 from trainer.data.index import Index
 from trainer.data.plan import Planner
 from trainer.data.reading import ImageReader
@@ -59,11 +61,19 @@ class Prepared(NamedTuple):
     arrays: list[Any]
 
 
-def train_requests(planner: Planner) -> Callable[[int], Request]:
-    """The requests of a training run: the plan of each step."""
+def side_at(sides: Sequence[tuple[int, int]], step: int) -> int:
+    """The views' side in a step. sides: (first step, side), the first from step 0 on."""
+    return next(side for first, side in reversed(sides) if step >= first)
+
+
+def train_requests(planner: Planner, sides: Sequence[tuple[int, int]] = ()) -> Callable[[int], Request]:
+    """The requests of a training run: the plan of each step. sides: as for `ViewLoader`; a smaller view is the same view
+    drawn smaller, its blur, too."""
 
     def request(step: int) -> Request:
         plan = planner.plan(step)
+        if sides:
+            plan = plan._replace(blur_sigma=plan.blur_sigma * (side_at(sides, step) / planner.recipe.side))
         return Request(plan.image_ids, lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths))
 
     return request
@@ -83,6 +93,9 @@ class ViewLoader:
     """Iterates over the batches of steps first_step <= step < end_step, in order; one iteration at a time.
 
     Threads and pipeline live as long as the iteration. An error of a reader is raised when its step's turn comes.
+    sides: (first step, side of the views from there on), the first from step 0; none: always the recipe's. A new side is a new
+    pipeline, whose first batch nothing was read ahead for.
+    cache: keeps the images decoded; None: every batch is decoded.
     quarantine: RUN_DIR/quarantine.jsonl, whose entries before first_step are known from the start and to which `rank`
     appends; None: nothing is known, nothing written.
     """
@@ -98,9 +111,12 @@ class ViewLoader:
         device: torch.device,
         first_step: int,
         end_step: int,
+        sides: Sequence[tuple[int, int]] = (),
+        cache: DecodeCache | None = None,
         quarantine: Path | None = None,
         rank: int = 0,
     ) -> None:
+        self._sides, self._cache = tuple(sides) or ((0, recipe.side),), cache
         self.index, self.recipe, self.requests = index, recipe, requests
         self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
         known = read_quarantine(quarantine, first_step) if quarantine else {}
@@ -118,8 +134,7 @@ class ViewLoader:
         self._pipe: Any = None
         # DALI may write over what is let go of, and a GPU copies two steps later than the host asks for it
         self._held: deque[Any] = deque(maxlen=3)
-        shape = (2, recipe.num_views * batch_size, recipe.side, recipe.side, 3)
-        self._buffers = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._device = device
 
     def __iter__(self) -> Iterator[Batch]:
         self._readers = ThreadPoolExecutor(self._place.threads, "read")
@@ -129,6 +144,8 @@ class ViewLoader:
             self._start(self.first_step)
             for step in range(self.first_step, self.end_step):
                 began = time.perf_counter()
+                if step == self._stop_step:
+                    self._start(step)
                 outputs, prepared = self._run(step)
                 views = self._collect(outputs, len(prepared.image_ids), step % 2)
                 yield Batch(step, views, prepared.image_ids, time.perf_counter() - began)
@@ -142,14 +159,21 @@ class ViewLoader:
         return self._reader.waiting_for()
 
     def _start(self, step: int) -> None:
+        """From a step on, as far as the views keep their side."""
+        side = side_at(self._sides, step)
+        self._stop_step = min([self.end_step, *(first for first, _ in self._sides if first > step)])
+        recipe = replace(self.recipe, side=side)
+        shape = (2, recipe.num_views * self.batch_size, side, side, 3)
+        self._buffers = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()
         self._fed: deque[Prepared] = deque()
-        self._pipe = view_pipeline(self.recipe, self.batch_size, self._place, self._source)
+        decoded = self._cache is not None
+        self._pipe = view_pipeline(recipe, self.batch_size, self._place, self._source, decoded=decoded)
 
     def _source(self) -> list[Any]:
         """Called by DALI, in the thread that runs the pipeline, for each batch."""
-        while len(self._coming) <= self._ahead and self._next_step < self.end_step:
+        while len(self._coming) <= self._ahead and self._next_step < self._stop_step:
             self._coming.append(self._preparer.submit(self._prepare, self._next_step))
             self._next_step += 1
         if not self._coming:
@@ -194,18 +218,29 @@ class ViewLoader:
         usable = list(self._readers.map(partial(self._usable, step), request.image_ids.tolist()))
         ids = np.array([image_id for image_id, _ in usable], dtype=np.int64)
         arrays = request.arrays(self.index.heights[ids], self.index.widths[ids])
-        return Prepared(step, ids, [[np.frombuffer(data, np.uint8) for _, data in usable], *arrays])
+        return Prepared(step, ids, [[data for _, data in usable], *arrays])
 
-    def _usable(self, step: int, image_id: int) -> tuple[int, bytes]:
-        """The image, or the next one of the set that can be used, with bytes that DALI decodes."""
+    def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
+        """The image, or the next one of the set that can be used: bytes that DALI decodes or, with a cache, pixels."""
         for offset in range(len(self.index)):
             candidate = (image_id + offset) % len(self.index)
             if candidate not in self.bad.ids:
-                data, problem = self._reader.read(candidate)
+                data, problem = self._load(candidate)
                 if problem is None:
                     return candidate, data
                 self.bad.add(candidate, problem, step)
         raise InputError("no image of the set can be used; run `wmse check-data` on it")
+
+    def _load(self, image_id: int) -> tuple[NDArray[np.uint8], str | None]:
+        if self._cache is not None and (pixels := self._cache.get(image_id)) is not None:
+            return pixels, None
+        data, problem = self._reader.read(image_id)
+        if problem is None and self._cache is not None:
+            try:  # by Pillow, whose pixels are those of DALI's decoder on a CPU
+                return self._cache.put(image_id, np.asarray(decode_rgb(data))), None
+            except InputError as error:
+                problem = str(error)
+        return np.frombuffer(data, np.uint8), problem
 
     def _collect(self, outputs: Any, count: int, slot: int) -> torch.Tensor:
         """The view-major tensor of a batch: the one copy of the pixels."""

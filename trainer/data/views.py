@@ -83,10 +83,13 @@ def eval_recipe(recipe: ViewsConfig) -> ViewsConfig:
     return replace(recipe, num_views=1, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
 
 
-def view_pipeline(recipe: ViewsConfig, batch_size: int, place: Placement, source: Source) -> Any:
+def view_pipeline(
+    recipe: ViewsConfig, batch_size: int, place: Placement, source: Source, *, decoded: bool = False
+) -> Any:
     """A built DALI pipeline whose outputs are the d views, uint8 (N, S, S, 3) on the placement's device.
 
-    source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)].
+    source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)]; with `decoded` pixels
+    (H, W, 3) in place of encoded images.
     """
     color, blur = has_color(recipe), recipe.blur_probability > 0
     inputs_per_view = 2 + 2 * color + 2 * blur
@@ -102,7 +105,7 @@ def view_pipeline(recipe: ViewsConfig, batch_size: int, place: Placement, source
         encoded, *arrays = fn.external_source(
             source=source, num_outputs=1 + inputs_per_view * recipe.num_views, batch=True
         )
-        image = decode(encoded, place)
+        image = on_device(encoded, place) if decoded else decode(encoded, place)
         image_mean = _mean(image) if color and recipe.order == "color_first" else None
         views = []
         for view in range(recipe.num_views):
@@ -145,6 +148,12 @@ def decode(encoded: Any, place: Placement) -> Any:
         device="cpu" if place.device_id is None else "mixed",
         **on_gpu,
     )
+
+
+def on_device(pixels: Any, place: Placement) -> Any:
+    """Images that are decoded already, where the rest of the graph works."""
+    pixels = fn.reshape(pixels, layout="HWC")  # without a layout a blur would mix channels
+    return pixels if place.device_id is None else pixels.gpu()
 
 
 def _gpu_decoder(place: Placement) -> dict[str, Any]:

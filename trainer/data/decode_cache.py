@@ -1,0 +1,82 @@
+"""Decoded images of a set in memory that the ranks of a node share, filled while the first epoch reads them.
+
+The memory is a file of /dev/shm that has lost its name: it goes when the last process that holds it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.index import Index
+from trainer.errors import InputError
+
+SHARED_MEMORY = Path("/dev/shm")
+_GIB = 2**30
+
+
+def decoded_bytes(index: Index) -> int:
+    """What all images of a set take decoded, 3 bytes a pixel."""
+    return int(3 * (index.heights.astype(np.int64) * index.widths).sum())
+
+
+def check_cache_size(index: Index, most_gib: float) -> None:
+    """Raises InputError where the set does not fit into `most_gib`."""
+    needed = decoded_bytes(index)
+    if needed > most_gib * _GIB:
+        raise InputError(
+            f"data.decode_cache_gib is {most_gib:g}, but the {len(index)} images take {needed / _GIB:.2f} GiB decoded: give as "
+            "much, if the node has it, or 0 for no cache; `wmse prepare --max_side` makes pictures smaller"
+        )
+
+
+class DecodeCache:
+    """Safe to use from many threads and processes: whoever decodes an image first writes it, and two write the same."""
+
+    def __init__(self, index: Index, path: Path, *, create: bool) -> None:
+        """path: file of shared memory, which one rank of the node makes (create) before the others open it. Call `forget_name`
+        when all have it. Raises InputError where the node has not so much memory."""
+        self._path = path
+        self._shapes = np.stack([index.heights, index.widths], axis=1)
+        sizes = 3 * index.heights.astype(np.int64) * index.widths
+        self._starts = len(index) + np.concatenate([[0], np.cumsum(sizes)])
+        total = int(self._starts[-1])
+        if create:
+            self.forget_name()  # of a run that was killed just then
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, total)  # a page that is missing later would kill the process
+            self._memory = np.frombuffer(mmap.mmap(descriptor, total), np.uint8)
+        except OSError as error:
+            self.forget_name()
+            raise InputError(
+                f"data.decode_cache_gib: no {total / _GIB:.2f} GiB of shared memory in {path.parent} ({error.strerror}): give "
+                "the node or container more, or set it to 0"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def forget_name(self) -> None:
+        """No later process finds the memory."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+    def get(self, image_id: int) -> NDArray[np.uint8] | None:
+        """(H, W, 3), not to be written to; None where nobody has decoded the image yet."""
+        return self._place(image_id) if self._memory[image_id] else None
+
+    def put(self, image_id: int, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Keep (H, W, 3) -> the same from the cache."""
+        place = self._place(image_id)
+        place[...] = pixels
+        self._memory[image_id] = 1  # last: who sees it finds the pixels
+        return place
+
+    def _place(self, image_id: int) -> NDArray[np.uint8]:
+        height, width = self._shapes[image_id]
+        return self._memory[self._starts[image_id] : self._starts[image_id + 1]].reshape(height, width, 3)
