@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainer.bench import growth
+from trainer.bench.cli import GROWTH_LINES
 from trainer.bench.growth import _batch_point, _child, _embedding_points, _set_point, _views_point, bench_growth
 from trainer.config import Config
 from trainer.config_load import load_config
@@ -57,6 +58,11 @@ def test_the_sizes_that_grow(config: Config, monkeypatch: pytest.MonkeyPatch) ->
     assert "--nproc_per_node=2" in children[1]
     assert len(children) == 2 + 3 * growth.START_UPS
     assert lines["images_of_set"][0]["pss_bytes"]["median"] == 9
+    assert tuple(lines) == tuple(growth.LINES) == GROWTH_LINES
+    measured.clear()
+    result = bench_growth(config, 2.0 * (4 + 3 + 6 + 4), ["embedding_size"])
+    assert [line["line"] for line in result["lines"]] == ["embedding_size"]
+    assert len(measured) == 2
 
 
 def test_steps_are_measured(config: Config) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Options = argparse.Namespace
 Result = dict[str, Any]
+GROWTH_LINES = ("num_views", "images_per_rank", "embedding_size", "ranks", "images_of_set")
 OPTIONS_OF = {  # option that only some kinds take -> those
     "ranks": ("loss",),
     "shapes": ("loss",),
@@ -23,6 +24,7 @@ OPTIONS_OF = {  # option that only some kinds take -> those
     "folder": ("checkpoint", "all"),
     "profile": ("compute", "end2end"),
     "batch_norm": ("compute",),
+    "lines": ("growth",),
     "plot": ("loss", "compute", "end2end", "growth", "all"),
 }
 
@@ -62,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch_norm", action="store_true", help="compute: BatchNorm's ways to take statistics, in turns, too"
+    )
+    parser.add_argument(
+        "--lines",
+        nargs="+",
+        choices=GROWTH_LINES,
+        metavar="NAME",
+        help="growth: of what, of " + ", ".join(GROWTH_LINES),
     )
     parser.add_argument(
         "--folder",
@@ -173,7 +182,7 @@ def _checkpoint(own: Options, settings: list[str], num_ranks: int) -> Result:
 def _growth(own: Options, settings: list[str], num_ranks: int) -> Result:
     from trainer.bench.growth import bench_growth
 
-    return bench_growth(_experiment(own, settings), own.seconds)
+    return bench_growth(_experiment(own, settings), own.seconds, own.lines or GROWTH_LINES)
 
 
 def _all(own: Options, settings: list[str], num_ranks: int) -> Result:

@@ -34,11 +34,20 @@ SETS = (10_000, 100_000, 1_281_167)
 START_UPS = 3  # processes for each size of the set
 CHILD_SECONDS = 120.0  # after which a process that measures is given up
 
+LINES = {  # what grows -> what is measured, and a title
+    "num_views": {"unit": "ms a step", "title": "views d"},
+    "images_per_rank": {"unit": "ms a step", "title": "batch"},
+    "embedding_size": {"unit": "ms a step", "title": "embedding"},
+    "ranks": {"unit": "ms a step", "title": "ranks"},
+    "images_of_set": {"unit": "seconds to the first plan, imports left out", "title": "set"},
+}
+
 Point = dict[str, Any]
 
 
-def bench_growth(config: Config, seconds: float) -> dict[str, Any]:
-    """Measure LINES, each point for its share of about `seconds`, on synthetic batches and sets.
+def bench_growth(config: Config, seconds: float, names: Iterable[str] = LINES) -> dict[str, Any]:
+    """Measure the lines of these names, each point of those in this process for its share of about `seconds`, on synthetic
+    batches and sets.
 
     -> "lines": each with "line" (what grows), "unit", and "points": {line: value, "figure": median and quartiles}; a point that
     could not be measured has "not_run" in its place.
@@ -46,20 +55,16 @@ def bench_growth(config: Config, seconds: float) -> dict[str, Any]:
     rank on that of the ranks (one thread each). The set's line measures fresh processes, see `start_up`.
     """
     device = choose_device(config, Ranks())
-    in_process = len(VIEWS) + len(BATCHES) + len(EMBEDDINGS)
-    share = seconds / (in_process + 2 * len(RANKS))
-    lines = [
-        _line("num_views", "ms a step", "views d", (_views_point(config, device, share, d) for d in VIEWS)),
-        _line("images_per_rank", "ms a step", "batch", (_batch_point(config, device, share, n) for n in BATCHES)),
-        _line("embedding_size", "ms a step", "embedding", _embedding_points(config, device, share)),
-        _line("ranks", "ms a step", "ranks", (_ranks_point(config, device, 2 * share, r) for r in RANKS)),
-        _line("images_of_set", "seconds to the first plan, imports left out", "set", map(_set_point, SETS)),
-    ]
+    share = seconds / (len(VIEWS) + len(BATCHES) + len(EMBEDDINGS) + 2 * len(RANKS))
+    measures: dict[str, Callable[[], Iterable[Point]]] = {
+        "num_views": lambda: (_views_point(config, device, share, d) for d in VIEWS),
+        "images_per_rank": lambda: (_batch_point(config, device, share, n) for n in BATCHES),
+        "embedding_size": lambda: _embedding_points(config, device, share),
+        "ranks": lambda: (_ranks_point(config, device, 2 * share, r) for r in RANKS),
+        "images_of_set": lambda: map(_set_point, SETS),
+    }
+    lines = [{"line": name, **LINES[name], "points": list(measures[name]())} for name in names]
     return {"bench": "growth", "lines": lines, **sizes(config, device, Ranks()), **provenance(device)}
-
-
-def _line(name: str, unit: str, title: str, points: Iterable[Point]) -> dict[str, Any]:
-    return {"line": name, "unit": unit, "title": title, "points": list(points)}
 
 
 def _views_point(config: Config, device: torch.device, seconds: float, num_views: int) -> Point:
