@@ -94,6 +94,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {  # name -> file
     "end2end": ("end2end_cpu_2cores.json", end2end_table),
     "end2end_demo": ("end2end_demo_cpu_2cores.json", end2end_table),
     "growth": ("growth_cpu_2cores.json", growth_table),
+    "growth_set": ("growth_set_cpu_2cores.json", growth_table),
 }
 
 
