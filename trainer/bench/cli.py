@@ -50,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file, too")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the result (loss: with --sweep)")
+    _add_options_of_kinds(parser)
+
+
+def _add_options_of_kinds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes",
         nargs="+",
