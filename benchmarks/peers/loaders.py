@@ -25,11 +25,9 @@ def loaders(config: Config, workers: int) -> Loaders:
     }
 
 
-def compare_loaders(config: Config, seconds: float, workers: int) -> dict[str, Any]:
-    """Views a second of each loader: ROUNDS windows of `seconds` in all, starts and warm-up on top; and how many times as fast
-    as each peer ours is. A loader lives in its own windows only, so that none works ahead in another's."""
-    views = config.data.images_per_step * config.views.num_views
-    made = loaders(config, workers)
+def in_turns(made: Loaders, views: int, seconds: float) -> dict[str, dict[str, Any]]:
+    """Views a second of each loader: ROUNDS windows of `seconds` in all, starts and warm-up on top. A loader lives in its own
+    windows only, so that none works ahead in another's."""
     rates: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(ROUNDS):
         for name, make in made.items():
@@ -37,7 +35,12 @@ def compare_loaders(config: Config, seconds: float, workers: int) -> dict[str, A
             warm_up(batches)
             rates[name].append(measure(batches, views, seconds / ROUNDS / len(made)))
             del batches
-    figures: dict[str, dict[str, Any]] = {name: {**spread(values), "samples": values} for name, values in rates.items()}
+    return {name: {**spread(values), "samples": values} for name, values in rates.items()}
+
+
+def compare_loaders(config: Config, seconds: float, workers: int) -> dict[str, Any]:
+    """Views a second of each loader, and how many times as fast as each peer ours is."""
+    figures = in_turns(loaders(config, workers), config.data.images_per_step * config.views.num_views, seconds)
     return {
         "unit": "views a second",
         "figures": figures,

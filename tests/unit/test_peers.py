@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import loader_options
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.loader_dali import dali_batches
 from benchmarks.peers.loader_torchvision import torchvision_batches
@@ -102,3 +103,26 @@ def test_the_command_prints_ratios_and_refuses_unknown_parts(
     )
     assert main([*words, "--only", "loader,lots"]) == 2
     assert "'lots'" in capsys.readouterr().err
+
+
+def test_options_of_the_loader_are_what_they_are_called(
+    config: Config, tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each one's batches: smaller views, pixels from memory, other files."""
+    made = {}
+
+    def take_one(loaders, views, seconds):
+        for name, make in loaders.items():
+            made[name] = next(make()).views.clone()
+        return {name: {"median": 1.0} for name in loaders}
+
+    monkeypatch.setattr(loader_options, "in_turns", take_one)
+    monkeypatch.setattr(loader_options, "SIDES", (16,))
+    monkeypatch.setattr(loader_options, "MAX_SIDE", 20)
+    result = loader_options.compare(config, 1.0)
+    assert [views.shape[-1] for views in made.values()] == [32, 16, 32, 32]
+    recipe, _, cached, shrunk = made.values()
+    assert torch.equal(cached, recipe)
+    assert not torch.equal(shrunk, recipe)
+    assert result["decoded_bytes"] == 48 * 40 * 36 * 3
+    assert result["shrunk_tar_bytes"] > 0

@@ -12,13 +12,14 @@ import torch
 
 from trainer.bench.timing import synchronize
 from trainer.config import Config
+from trainer.data.decode_cache import DecodeCache
 from trainer.data.index import Index
 from trainer.data.loader import Batch, ViewLoader, own_cores, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.shards import list_shards
 from trainer.device import choose_device
 from trainer.distributed import Ranks
-from trainer.setup import open_shared_index
+from trainer.setup import open_cache, open_shared_index
 
 WARMUP_STEPS = 3
 
@@ -54,8 +55,9 @@ class ColdIndex:
                 os.close(descriptor)
 
 
-def endless_loader(config: Config, *, cold: bool = False) -> Iterator[Batch]:
-    """Batch after batch of the config's plan, for as long as asked; cold: from files that are not in the page cache."""
+def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | None = None) -> Iterator[Batch]:
+    """Batch after batch of the config's plan, for as long as asked; cold: from files that are not in the page cache. cache: one
+    that is there already; None: as the config says."""
     index = open_shared_index(config, Ranks())
     images = config.data.images_per_step
     planner = Planner(
@@ -71,6 +73,7 @@ def endless_loader(config: Config, *, cold: bool = False) -> Iterator[Batch]:
             device=choose_device(config, Ranks()),
             first_step=0,
             end_step=1 << 40,
+            cache=cache or open_cache(config, index, Ranks()),
         )
     )
 
