@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-_all_gather = getattr(funcol, "all_gather_single", funcol.all_gather_tensor)  # renamed in torch 2.14
-
 
 class ViewBatchNorm(nn.Module):
     """Takes over the parameters, buffers and options of a BatchNorm; their names in state_dict() stay the same."""
@@ -65,9 +63,7 @@ class ViewBatchNorm(nn.Module):
         views = at_least_float32(x).unflatten(0, (self.num_views, -1))  # (d, N, C, ...)
         over = [1, *range(3, views.dim())]
         local_var, local_mean = torch.var_mean(views, over, correction=0)  # (d, C)
-        means, variances = _GatherRanks.apply(torch.stack([local_mean, local_var]), group_name).unbind(1)
-        mean = means.mean(0)
-        var = (variances + (means - mean).square()).mean(0)  # ranks hold equal counts
+        mean, var = _OverRanks.apply(local_mean, local_var, group_name, self.world_size)
         count = views[0, :, 0].numel() * self.world_size
         self._track(mean.detach(), var.detach() * (count / (count - 1)))
         scale = (var + self.eps).rsqrt()
@@ -88,18 +84,30 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class _GatherRanks(torch.autograd.Function):
-    """(...) -> (world_size, ...), the same on all ranks; backward sums what all ranks' outputs owe to this rank's input."""
+class _OverRanks(torch.autograd.Function):
+    """Mean and variance (d, C) of each rank's rows -> of all rows, the same on all ranks, which hold equal counts.
+
+    Forward and backward send 2 d C numbers, however many ranks there are. Forward's are float64, since the variance is the
+    difference of the mean of squares and the square of the mean.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: Any) -> Tensor:
-        ctx.group_name = group_name
-        return _all_gather(x[None].contiguous(), 0, group_name)
+    def forward(ctx: Any, mean: Tensor, var: Tensor, group_name: Any, world_size: int) -> tuple[Tensor, Tensor]:
+        own = mean.double()
+        sums = torch.stack([own, var.double() + own.square()])
+        all_mean, mean_square = funcol.all_reduce(sums, "sum", group_name).div(world_size).unbind()
+        ctx.save_for_backward((own - all_mean).to(mean.dtype))
+        ctx.group_name, ctx.world_size = group_name, world_size
+        all_var = (mean_square - all_mean.square()).clamp_min(0)
+        return all_mean.to(mean.dtype), all_var.to(var.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        summed = funcol.all_reduce(grad.contiguous(), "sum", ctx.group_name)
-        return summed[torch.distributed.get_rank()], None
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Every rank's output depends on this rank's input: all of them owe it a gradient."""
+        (own_less_all,) = ctx.saved_tensors
+        owed = funcol.all_reduce(torch.stack([grad_mean, grad_var]), "sum", ctx.group_name)
+        owed_mean, owed_var = owed.div(ctx.world_size).unbind()
+        return owed_mean + 2 * own_less_all * owed_var, owed_var, None, None
 
 
 def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None, world_size: int) -> nn.Module:

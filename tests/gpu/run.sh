@@ -61,7 +61,7 @@ else
     exit 2
 fi
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT # pictures, and a run; ends with the script
-measures=torch,timm,jsonargparse,yaml,rich
+measures=torch,timm,jsonargparse,yaml,rich,nvidia.dali # the trainer loads DALI, whatever is measured
 compute() { # compute NAME SECONDS SETTINGS...: a part that measures the step alone
     part "compute_$1" "$2" "$measures" "$python" -m trainer bench compute "${recipe[@]}" --seconds $step_s \
         --out "$out/compute_$1.json" "${@:3}"
@@ -76,11 +76,11 @@ compute eager_fp16 60 --precision fp16 --data.images_per_step $images
 part views 60 torch,nvidia.dali,PIL "$python" -m tests.gpu.check_views "$out/views.json" $tiny
 part pictures 60 PIL,numpy "$python" -m tests.gpu.make_set "$work/pictures" $pictures
 on_pictures=(--data.root "$work/pictures" --data.images_per_step $images --compile $compiled)
-part end2end 140 $measures,nvidia.dali "$python" -m trainer bench end2end "${recipe[@]}" "${on_pictures[@]}" --seconds $end_s \
+part end2end 140 $measures "$python" -m trainer bench end2end "${recipe[@]}" "${on_pictures[@]}" --seconds $end_s \
     --out "$out/end2end.json"
-part loader 60 $measures,nvidia.dali "$python" -m trainer bench loader "${recipe[@]}" "${on_pictures[@]}" --seconds $step_s \
+part loader 60 $measures "$python" -m trainer bench loader "${recipe[@]}" "${on_pictures[@]}" --seconds $step_s \
     --out "$out/loader.json"
-part steps 140 $measures,nvidia.dali "$python" -m trainer pretrain "${recipe[@]}" "${on_pictures[@]}" --max_steps $steps \
+part steps 140 $measures "$python" -m trainer pretrain "${recipe[@]}" "${on_pictures[@]}" --max_steps $steps \
     --run_dir "$work/run"
 compute compiled_bf16_2_views 110 --compile $compiled --precision bf16 --data.images_per_step $images --views.num_views 2
 compute graphs_bf16 110 --compile $compiled --cuda_graphs $compiled --precision bf16 --data.images_per_step $images

@@ -84,8 +84,8 @@ def test_eight_gpus_of_one_node() -> None:
     p = predict(inputs(), 8)
     assert p.compute == pytest.approx(2048)
     assert p.all_reduce == pytest.approx(2 * 7 / 8 * 10e6 / 100e9 * 1e3 + 0.010)
-    layer_bytes = 2 * 4 * 250
-    layer = 7 * layer_bytes / 100e9 * 1e3 + 0.01 + 2 * 7 / 8 * 8 * layer_bytes / 100e9 * 1e3 + 0.01
+    numbers = 2 * 250
+    layer = 2 * 7 / 8 * (8 + 4) * numbers / 100e9 * 1e3 + 2 * 0.01
     assert p.batch_norm == pytest.approx(2 * 50 * layer)
     assert p.gather == 0
     assert p.step == pytest.approx(p.compute + p.all_reduce + p.batch_norm)

@@ -53,7 +53,10 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.preview",
         "trainer.evaluate.run",
         "trainer.bench.checkpoint",
+        "trainer.bench.end2end",
+        "trainer.bench.all",
         "trainer.bench.loader",
+        "trainer.bench.loader_sweep",
         "trainer.bench.loss",
         "trainer.bench.sweep",
     }

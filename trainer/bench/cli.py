@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ GROWTH_LINES = ("num_views", "images_per_rank", "embedding_size", "ranks", "imag
 OPTIONS_OF = {  # option that only some kinds take -> those
     "ranks": ("loss",),
     "shapes": ("loss",),
-    "sweep": ("loss",),
+    "sweep": ("loss", "loader"),
     "folder": ("checkpoint", "all"),
     "profile": ("compute", "end2end"),
     "batch_norm": ("compute",),
@@ -61,7 +62,9 @@ def _add_options_of_kinds(parser: argparse.ArgumentParser) -> None:
         help="loss: views, images, slice size, embedding size, iterations of each measurement",
     )
     parser.add_argument(
-        "--sweep", action="store_true", help="loss: the whitening alone over numbers, rows and sizes of slices"
+        "--sweep",
+        action="store_true",
+        help="loss: the whitening alone over numbers, rows and sizes of slices; loader: over its settings, naming the fastest",
     )
     parser.add_argument(
         "--profile", type=Path, metavar="JSON", help="compute, end2end: write a trace for chrome://tracing"
@@ -101,8 +104,23 @@ def run_bench(own: Options, settings: list[str], num_ranks: int) -> int:
         from trainer.bench.plot import draw
 
         draw(result, own.plot)
+    if "views_per_s" in result:
+        print(_in_words(result), file=sys.stderr)
     print(text)
     return FAILED if result.get("failed_parts") else DONE
+
+
+def _in_words(result: Result) -> str:
+    """The figures that one looks for first."""
+    said = [f"{result['bench']}: {result['views_per_s']:,.1f} views/s"]
+    if "roofline" in result:
+        said.append(
+            f"{result['roofline']['traffic_utilisation']:.0%} of the memory traffic that the device can do, unfused"
+        )
+    if "share_of_compute" in result:
+        said.append(f"{result['share_of_compute']:.1%} of the step alone")
+        said.append(f"loop overhead {result['step']['loop_overhead_percent']:.2f} % of a step")
+    return ", ".join(said)
 
 
 def _check(own: Options) -> None:
@@ -158,9 +176,14 @@ def _loss(own: Options, settings: list[str], num_ranks: int) -> Result:
 
 
 def _loader(own: Options, settings: list[str], num_ranks: int) -> Result:
+    config = _experiment(own, settings)
+    if own.sweep:
+        from trainer.bench.loader_sweep import bench_loader_sweep
+
+        return bench_loader_sweep(config, own.seconds)
     from trainer.bench.loader import bench_loader
 
-    return bench_loader(_experiment(own, settings), own.seconds)
+    return bench_loader(config, own.seconds)
 
 
 def _compute(own: Options, settings: list[str], num_ranks: int) -> Result | None:
