@@ -68,6 +68,48 @@ def end2end_table(result: Result) -> list[str]:
     return [*table(["the whole loop", ""], cells), "", measured_with(result)]
 
 
+def peers_table(part: str) -> Callable[[Result], list[str]]:
+    """Ours beside others, of one part of the peers' run."""
+
+    def make(result: Result) -> list[str]:
+        found = result[part]
+        cells = [
+            [name, spread(figure), f"**{found['times'][name]:.2f}**" if name in found["times"] else ""]
+            for name, figure in found["figures"].items()
+        ]
+        head = [part, found["unit"], "ours is so many times as fast"]
+        return [*table(head, cells), "", measured_with(result)]
+
+    return make
+
+
+def sweep_table(result: Result) -> list[str]:
+    """The loader's settings, the fastest first."""
+    points = sorted(result["results"], key=lambda point: -point["figures"]["median"])
+    names = list(points[0]["setting"])
+    cells = [[*(str(point["setting"][name]) for name in names), spread(point["figures"])] for point in points]
+    return [*table([*names, result["unit"]], cells), "", measured_with(result)]
+
+
+def options_table(result: Result) -> list[str]:
+    """What the loader gains by each option."""
+    cells = [[name, spread(f), f"{result['times'][name]:.2f}"] for name, f in result["figures"].items()]
+    return [*table(["option", result["unit"], "times the recipe's"], cells), "", measured_with(result)]
+
+
+def batch_norm_table(result: Result) -> list[str]:
+    """BatchNorm's ways to take statistics."""
+    cells = [
+        [name, spread(norm["step_ms"]), f"{norm['percent_above']:+.1f} %"]
+        for name, norm in result["batch_norm"].items()
+    ]
+    return [
+        *table([f"BatchNorm, {result['ranks']} ranks", "ms a step", "over joint_local"], cells),
+        "",
+        measured_with(result),
+    ]
+
+
 def growth_table(result: Result) -> list[str]:
     """A row a point."""
     cells = [
@@ -89,7 +131,13 @@ def _growth_figure(line: dict[str, Any], point: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {  # name -> file, what makes it
+    "loader": ("peers_cpu_2cores.json", peers_table("loader")),
+    "loader_sweep": ("loader_sweep_cpu_2cores.json", sweep_table),
+    "loader_options": ("loader_options_cpu_2cores.json", options_table),
     "loss": ("loss_cpu_2cores.json", loss_rows),
+    "peers_loss": ("peers_loss_optimizer_cpu_2cores.json", peers_table("loss")),
+    "optimizer": ("peers_loss_optimizer_cpu_2cores.json", peers_table("optimizer")),
+    "batch_norm": ("batch_norm_cpu_2cores.json", batch_norm_table),
     "compute": ("compute_cpu_2cores.json", compute_table),
     "end2end": ("end2end_cpu_2cores.json", end2end_table),
     "end2end_demo": ("end2end_demo_cpu_2cores.json", end2end_table),
