@@ -7,11 +7,13 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # small operations: more threads only wait for each other on a busy machine
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from PIL import Image
 
@@ -63,3 +65,12 @@ def tiny_config(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     return path
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[str]:
+    """A process group with this process alone: the way over ranks, without a second one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()

@@ -70,8 +70,15 @@ class ViewBatchNorm(nn.Module):
         if self.weight is not None:
             scale = scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        shape = (self.num_views, 1, -1, *([1] * (views.dim() - 3)))
-        return (views * scale.view(shape) + shift.view(shape)).flatten(0, 1).to(x.dtype)
+        # by rows: a residual block adds in place to what comes out, which costs copies in backward where that is a view
+        scale, shift = (self._by_row(each, views) for each in (scale, shift))
+        return torch.addcmul(shift, views.flatten(0, 1), scale).to(x.dtype)
+
+    def _by_row(self, values: Tensor, views: Tensor) -> Tensor:
+        """(d, C) -> (d*N, C, 1, ...); (1, C, 1, ...) where all views share them."""
+        if self.num_views > 1:
+            values = values.repeat_interleave(views.shape[1], 0)
+        return values[(...,) + (None,) * (views.dim() - 3)]
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
         for view in range(self.num_views):

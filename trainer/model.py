@@ -12,6 +12,7 @@ from typing import Any
 import timm
 import torch
 import torch.distributed as dist
+from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
 from trainer.batch_norm import at_least_float32, convert_batch_norm
@@ -114,7 +115,20 @@ def build_encoder(config: ModelConfig) -> Any:
         _small_stem(encoder, config)
     if config.activation_checkpointing:
         encoder.set_grad_checkpointing(True)
+    if (
+        isinstance(getattr(encoder, "global_pool", None), SelectAdaptivePool2d)
+        and encoder.global_pool.pool_type == "avg"
+    ):
+        encoder.global_pool = MeanPool()
     return encoder.to(memory_format=torch.channels_last)
+
+
+class MeanPool(nn.Module):
+    """(R, F, H, W) -> (R, F), their mean. A mean over the last two dimensions has a gradient whose memory is not channels_last,
+    which turns the last stage's gradients around."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
 
 
 def _small_stem(encoder: Any, config: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 # part NAME SECONDS NEEDS COMMAND... runs a command for SECONDS at most; what it says goes to OUT/NAME.txt.
 #   NEEDS: Python modules with commas, or -; the part is skipped, and says so, where one is missing.
 #   Exit code 77 means that it cannot run here. Nothing stops the parts that follow.
-# finish prints the table; its status is 1 if any part failed.
+# finish joins the results in OUT/results.json and prints the table; its status is 1 if any part failed.
 
 known=() names=() states=() times=() notes=()
 
@@ -45,10 +45,11 @@ finish() {
     for i in "${!names[@]}"; do
         case ${states[i]} in ok | skipped) ;; *) failed=1 ;; esac
     done
+    "$python" tests/gpu/merge.py "$out" "${names[@]}" || failed=1
     {
-        printf '%-14s %-12s %5s  %s\n' part result s "what it says"
+        printf '%-23s %-12s %5s  %s\n' part result s "what it says"
         for i in "${!names[@]}"; do
-            printf '%-14s %-12s %5s  %s\n' "${names[i]}" "${states[i]}" "${times[i]}" "${notes[i]}"
+            printf '%-23s %-12s %5s  %s\n' "${names[i]}" "${states[i]}" "${times[i]}" "${notes[i]}"
         done
         printf '%s s in all\n' "$SECONDS"
     } | tee "$out/table.txt"

@@ -3,7 +3,7 @@
 #
 #   tests/gpu/run.sh OUT [--tiny] [--only NAME,...] [--seconds S]
 #
-#   OUT        folder for the results: NAME.json (figures), NAME.txt (what a part said), table.txt.
+#   OUT        folder for the results: results.json (all figures), NAME.json, NAME.txt (what a part said), table.txt.
 #              backends.json is a table for kernels/backends_cuda.json
 #   --tiny     rehearse every part with tiny sizes on the CPU, Triton's kernels interpreted (under 2 minutes)
 #   --only     only these parts

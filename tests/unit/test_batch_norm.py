@@ -1,10 +1,7 @@
 """BatchNorm per view, and statistics that a failed step takes back. (Over ranks: tests/integration/test_two_ranks.py.)"""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import nn
 
@@ -43,15 +40,6 @@ def test_no_shift_stays_no_shift() -> None:
     norm.register_parameter("bias", None)
     module = convert_batch_norm(nn.Sequential(norm), 2, None, 1)
     assert module(torch.randn(8, 3)).mean(0).abs().max() < 1e-6
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[str]:
-    """A process group with this process alone: the way over ranks, without a second one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("with_shift", [True, False])

@@ -46,6 +46,7 @@ def test_the_quickest_part_rehearsed_by_the_script(tmp_path: Path) -> None:
     assert environment["packages"]["torch"]
     assert "torch" not in environment["missing"]
     assert (tmp_path / "out" / "table.txt").read_text() == done.stdout
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == {"environment": environment}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU run.sh itself is run")

@@ -105,3 +105,34 @@ def test_compiled_model_is_one_graph_with_views_and_its_names_stay_plain() -> No
     model.compile(fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(model(pixels), expected, rtol=1e-4, atol=1e-4)
     assert set(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("norm", ["joint", "per_view"])
+@pytest.mark.parametrize("ranks", ["local", "all"])
+def test_pixels_stay_channels_last_up_to_the_pool(norm: str, ranks: str, group_of_one: str) -> None:
+    """One layer that turned them would cost a copy of its whole input, forward and backward, on a GPU."""
+    config = replace(TINY, encoder_batch_norm=norm, batch_norm_ranks=ranks)
+    model = Model(config, ViewsConfig(num_views=2), group_of_one, 2 if ranks == "all" else 1)
+    turned = []
+
+    def look(name: str, tensor: torch.Tensor) -> None:
+        if (
+            tensor.dim() == 4
+            and min(tensor.shape[1:3]) > 1
+            and not tensor.is_contiguous(memory_format=torch.channels_last)
+        ):
+            turned.append(name)
+
+    def watch(name: str, output: torch.Tensor) -> None:
+        look(name, output)
+        output.register_hook(lambda gradient: look(f"gradient of {name}", gradient))
+
+    watched = [n for n, m in model.encoder.named_modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d | ViewBatchNorm)]
+    for name in watched:
+        model.encoder.get_submodule(name).register_forward_hook(
+            lambda m, inputs, output, name=name: watch(name, output)
+        )
+    assert len(watched) > 20
+    pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8).to(memory_format=torch.channels_last)
+    model(pixels).square().sum().backward()
+    assert turned == []
