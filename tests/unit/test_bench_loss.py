@@ -129,6 +129,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     [
         ("", 1, 64),
         ("", 2, 32),
+        ("--optimizer.accumulation_steps 2", 1, 32),  # one part
         ("", 8, 16),  # 8 images a rank: two ranks whiten a slice of 16 together
         ("--loss.iterations 2 --loss.permutation_block 32", 2, 32),
         ("--loss.iterations 2 --loss.permutation_block 32", 4, 32),  # two ranks permute a block together
