@@ -57,7 +57,8 @@ class ViewsConfig:
     side: int = 224
     """Side of a view, pixels."""
     early_sides: tuple[int, ...] = ()
-    """Sides of the views in the first epochs: the i-th until early_side_epochs[i] have gone by; then `side`. Empty: none."""
+    """Sides of the views in the first epochs, as [128, 160]: the i-th until early_side_epochs[i] have gone by; then `side`.
+    Empty: none."""
     early_side_epochs: tuple[int, ...] = ()
     """Epochs after which the next side begins, rising, as many as early_sides."""
     crop_area: tuple[float, float] = (0.08, 1.0)

@@ -6,6 +6,9 @@ import math
 
 from trainer.config import Config, OptimizerConfig, ViewsConfig, flatten
 
+MOST_SIDES = 8  # of torch.compile: more shapes of one function it refuses
+LEAST_FAILED_STEPS_FP16 = 16  # a scale of 2^16 halved so often is 1
+
 # key: (least, most), both allowed; None: no limit
 _RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, 2**63 - 1),
@@ -73,6 +76,7 @@ def check(config: Config) -> list[str]:
         *_slices(config),
         *_accumulation(config),
         *_early_sides(config),
+        *_precision(config),
         *_optimizer(config.optimizer),
     ]
 
@@ -146,15 +150,35 @@ def _accumulation(config: Config) -> list[str]:
     if parts > 1 and images % (parts * config.loss.slice_size):
         problems.append(
             f"optimizer.accumulation_steps is {parts}: data.images_per_step {images} does not divide into so many parts of "
-            f"whole slices of {config.loss.slice_size}"
+            f"whole slices of {config.loss.slice_size}; take {divisors(images // config.loss.slice_size)}"
         )
     return problems
 
 
+def divisors(number: int) -> str:
+    """In words; 1 for 0."""
+    found = [n for n in range(1, number + 1) if number % n == 0]
+    return ", ".join(map(str, found)) or "1"
+
+
 def _early_sides(config: Config) -> list[str]:
-    ends, epochs = config.views.early_side_epochs, config.optimizer.epochs
+    sides, ends, epochs = config.views.early_sides, config.views.early_side_epochs, config.optimizer.epochs
+    problems = []
     if ends and ends[-1] >= epochs:
-        return [f"views.early_side_epochs is {list(ends)}: the last must be below optimizer.epochs {epochs}"]
+        problems.append(f"views.early_side_epochs is {list(ends)}: the last must be below optimizer.epochs {epochs}")
+    if any(side >= config.views.side for side in sides):
+        problems.append(f"views.early_sides is {list(sides)}: each must be below views.side {config.views.side}")
+    if len(sides) >= MOST_SIDES:
+        problems.append(f"views.early_sides has {len(sides)} sides: {MOST_SIDES - 1} at most (each is compiled anew)")
+    return problems
+
+
+def _precision(config: Config) -> list[str]:
+    if config.precision == "fp16" and config.loss.max_failed_steps < LEAST_FAILED_STEPS_FP16:
+        return [
+            f"loss.max_failed_steps is {config.loss.max_failed_steps} with precision fp16, whose first steps overflow until "
+            f"the loss scale fits: set it to {LEAST_FAILED_STEPS_FP16} or more"
+        ]
     return []
 
 

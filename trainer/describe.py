@@ -95,6 +95,11 @@ def without_effect(config: Config, world_size: int, device: torch.device) -> lis
         said.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
     if config.cuda_graphs and device.type != "cuda":
         said.append(f"cuda_graphs has no effect on a {device.type.upper()}")
+    hint = config.data.decoder_hint
+    if any(hint) and (device.type != "cuda" or not all(hint)):
+        said.append(
+            f"data.decoder_hint {list(hint)} has no effect: it is for a GPU's decoder, and takes both a width and a height"
+        )
     return said
 
 

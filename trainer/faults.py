@@ -78,10 +78,11 @@ class FaultCounter:
         if self._ranks.is_first:
             _log.warning("step %d: %s; no update was made on any rank (%d in a row)", step, what, self.in_a_row)
         if self.in_a_row > self._most:
+            precision = "bf16 or fp32" if self._scales_loss else "fp32"
             raise TrainingFailedError(
                 f"{self.in_a_row} steps in a row failed (loss.max_failed_steps {self._most}), the last {step}: {what}. "
                 "The embeddings have collapsed or overflowed. Try a smaller optimizer.learning_rate, a longer warm-up, "
-                "loss.eps 1e-4, or precision fp32; the last good checkpoint is untouched"
+                f"loss.eps 1e-4, or precision {precision}; the last good checkpoint is untouched"
             )
 
 

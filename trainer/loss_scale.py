@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 FIRST_SCALE = 2.0**16
+SMALLEST_SCALE = 2.0**-24  # its inverse must stay finite
 STEPS_TO_GROW = 2000  # without an overflow, before the scale doubles
 
 
@@ -28,6 +29,7 @@ class LossScale:
         good_steps = torch.where(overflowed, 0, self.good_steps + 1)
         grows = good_steps == STEPS_TO_GROW
         self.scale *= torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))
+        self.scale.clamp_(min=SMALLEST_SCALE)
         self.good_steps.copy_(torch.where(grows, 0, good_steps))
 
     def state(self) -> dict[str, Any]:

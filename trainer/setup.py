@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from kernels.backends import why_not
 from trainer.checkpoint import list_checkpoints, load_encoder
 from trainer.config import Config
-from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size
+from trainer.config_check import divisors
+from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
@@ -184,12 +185,17 @@ def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None
     if not config.data.decode_cache_gib:
         return None
     check_cache_size(index, config.data.decode_cache_gib)
+    if ranks.is_first:
+        _log.info("reserving %.2f GiB of shared memory for decoded images", decoded_bytes(index) / 2**30)
     job = os.environ.get("MASTER_PORT", "") if ranks.world_size > 1 else str(os.getpid())
     path = SHARED_MEMORY / f"wmse_{os.getuid()}_{index.fingerprint}_{job}"
-    cache = one_rank_a_node_first(ranks, lambda: DecodeCache(index, path, create=ranks.local_rank == 0))
-    if ranks.world_size > 1:
-        dist.barrier()
-    cache.forget_name()
+    try:
+        cache = one_rank_a_node_first(ranks, lambda: DecodeCache(index, path, create=ranks.local_rank == 0))
+        if ranks.world_size > 1:
+            dist.barrier()
+    finally:
+        if ranks.local_rank == 0:  # also where another rank failed: no memory is left behind
+            path.unlink(missing_ok=True)
     return cache
 
 
@@ -240,8 +246,7 @@ def images_per_part(config: Config, images_per_rank: int) -> int:
     if parts > 1 and images_per_rank % (parts * unit):
         raise InputError(
             f"optimizer.accumulation_steps is {parts}: the {images_per_rank} images of a rank do not divide into so many parts "
-            f"of whole slices (multiples of {unit} images); "
-            + (f"at most {images_per_rank // unit} parts" if images_per_rank > unit else "take 1")
+            f"of whole slices (multiples of {unit} images); " + f"take {divisors(images_per_rank // unit)}"
         )
     return images_per_rank // parts
 

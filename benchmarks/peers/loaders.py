@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.peers.loader_dali import dali_batches
@@ -18,7 +19,7 @@ Loaders = dict[str, Callable[[], Iterator[Any]]]
 def loaders(config: Config, workers: int) -> Loaders:
     """What is measured: name -> a function that starts it."""
     return {
-        "ours": lambda: endless_loader(config),
+        "ours": lambda: endless_loader(replace(config, device="cpu")),  # where the peers are, too
         "torchvision": lambda: torchvision_batches(config, workers),
         "dali_decode_once": lambda: dali_batches(config, decode_once=True),
         "dali_decode_per_view": lambda: dali_batches(config, decode_once=False),

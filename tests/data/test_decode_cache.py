@@ -4,6 +4,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_a_set_that_does_not_fit_is_refused(index: Index) -> None:
     gib = decoded_bytes(index) / 2**30
     assert decoded_bytes(index) == sum(np.asarray(decode_rgb(index.read(i))).nbytes for i in range(len(index)))
     check_cache_size(index, gib)
-    with pytest.raises(InputError, match=r"decode_cache_gib is .*, but the 20 images take 0\.00 GiB decoded"):
+    with pytest.raises(InputError, match=r"decode_cache_gib is .*, but the 20 images take 0\.0\d MiB decoded"):
         check_cache_size(index, gib * 0.999)
 
 
@@ -80,7 +81,7 @@ def test_memory_that_is_not_there_is_told_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r"no 0\.00 GiB of shared memory in .*No space left"):
+    with pytest.raises(InputError, match=r"no 0\.\d+ MiB of shared memory in .*No space left"):
         DecodeCache(index, tmp_path / "memory", create=True)
     assert not list(tmp_path.iterdir())
 
@@ -90,5 +91,20 @@ def test_memory_that_someone_laid_there_is_not_used(index: Index, tmp_path: Path
     (tmp_path / "memory").write_bytes(b"\1" * 10**6)
     assert DecodeCache(index, tmp_path / "memory", create=True).get(0) is None
     (tmp_path / "link").symlink_to(tmp_path / "memory")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(InputError, match="symbolic links"):
         DecodeCache(index, tmp_path / "link", create=False)
+
+
+def test_a_failure_of_dali_blames_no_image(index: Index, tmp_path: Path) -> None:
+    views = loader(index, DecodeCache(index, tmp_path / "memory", create=True))
+    batches = iter(views)
+    next(batches)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    views._pipe = SimpleNamespace(run=fail)
+    known = set(views.bad.ids)
+    with pytest.raises(RuntimeError, match=r"DALI failed in step 1, though every image decodes: out of memory"):
+        next(batches)
+    assert set(views.bad.ids) == known

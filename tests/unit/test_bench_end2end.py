@@ -149,7 +149,7 @@ def test_the_waits_are_those_of_the_profiled_steps() -> None:
     watch = watch_of(1.0)
     watch.measured, watch.to_profile, watch.events = 2, 3, two_steps()
     watch.waits = [9.0, 9.0, 9.0, 0.001, 0.002, 9.0]
-    found = where_time_goes(watch, CPU)
+    found = where_time_goes(watch, CPU, alone=True)
     assert found["profiled_steps"] == 2
     assert found["step_ms"] == 10
     assert found["host_ms"]["data_wait"] == pytest.approx(1.5)

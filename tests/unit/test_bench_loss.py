@@ -185,7 +185,7 @@ def test_an_experiment_is_measured_on_its_device_and_what_is_set_aside_is_said(
         ("loss --sweep --device cpu", "no use for --device cpu without --config"),
         ("loss --seconds 0", "--seconds"),
         ("loss --out no/such/folder/x.json", "no folder no/such/folder"),
-        ("loader --config x.yaml --sweep", "for wmse bench loss"),
+        ("checkpoint --config x.yaml --sweep", "for wmse bench loss and loader"),
         ("loader --config x.yaml --ranks 2", "for wmse bench loss"),
     ],
 )

@@ -54,8 +54,17 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     )
     assert "views.early_sides is [96, 128] with early_side_epochs [5]: give as many epochs as sides" in message
     assert "cuda_graphs is true with compile false: set compile to true" in message
-    assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many parts" in message
+    assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many parts of whole" in message
+    assert "slices of 256; take 1, 2, 4" in message
     assert "rising" in problems("views: {early_sides: [96, 96], early_side_epochs: [5, 5]}", tmp_path)
+    assert "each must be below views.side 96" in problems(
+        "views: {side: 96, early_sides: [96], early_side_epochs: [5]}", tmp_path
+    )
+    many = f"views: {{early_sides: {list(range(96, 104))}, early_side_epochs: {list(range(1, 9))}}}"
+    assert "views.early_sides has 8 sides: 7 at most" in problems(many, tmp_path)
+    assert "max_failed_steps is 5 with precision fp16" in problems(
+        "precision: fp16\nloss: {max_failed_steps: 5}", tmp_path
+    )
     late = "views: {early_sides: [96], early_side_epochs: [9]}\noptimizer: {epochs: 9}"
     assert "early_side_epochs is [9]: the last must be below optimizer.epochs 9" in problems(late, tmp_path)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer.loss_scale import FIRST_SCALE, STEPS_TO_GROW, LossScale
+from trainer.loss_scale import FIRST_SCALE, SMALLEST_SCALE, STEPS_TO_GROW, LossScale
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 
@@ -20,6 +20,14 @@ def test_it_halves_and_grows() -> None:
     assert (scale.scale, scale.good_steps) == (FIRST_SCALE, 1)  # it counts anew
     scale.update(YES)
     assert (scale.scale, scale.good_steps) == (FIRST_SCALE / 2, 0)
+
+
+def test_its_inverse_stays_finite() -> None:
+    scale = LossScale(torch.device("cpu"))
+    for _ in range(200):
+        scale.update(YES)
+    assert scale.scale == SMALLEST_SCALE
+    assert (1 / scale.scale).isfinite()
 
 
 def test_gradients_are_divided_by_it() -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from trainer.config_load import load_config
+from trainer.data.index import open_index
 from trainer.data.plan import Rows, slice_permutations
 from trainer.distributed import Ranks
 from trainer.errors import InputError
-from trainer.setup import Run, check_set_size, images_per_part, rows_together, set_up
+from trainer.setup import Run, check_set_size, images_per_part, open_cache, rows_together, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
@@ -55,7 +56,7 @@ def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path,
     words = ("--data.images_per_step", "48", "--optimizer.accumulation_steps", "3")
     assert run_of(tiny_set, tiny_config, *words).step.accumulation_steps == 3
     config = load_config(tiny_config, [*words, "--loss.iterations", "2", "--loss.permutation_block", "48"])
-    with pytest.raises(InputError, match=r"accumulation_steps is 3: the 48 images .*multiples of 48 images.*; take 1"):
+    with pytest.raises(InputError, match=r"accumulation_steps is 3: the 48 images .*multiples of 48 images.*; take 1$"):
         images_per_part(config, 48)
 
 
@@ -96,3 +97,21 @@ def test_a_backend_that_cannot_run_is_refused_before_the_set_is_read(
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     with pytest.raises(InputError, match=message):
         run_of(Path("no_such_set"), tiny_config, *words)
+
+
+def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("another rank is gone")
+
+    monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("torch.distributed.barrier", fail)
+    config = load_config(tiny_config, ["--data.decode_cache_gib", "1"])
+    index = open_index(tiny_set, "train")
+    with pytest.raises(RuntimeError, match="another rank is gone"):
+        open_cache(config, index, Ranks(0, 2))
+    assert not list(tmp_path.glob("wmse_*"))
+    monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"no 0\.\d+ MiB of shared memory in .*nowhere \(No such file"):
+        open_cache(config, index, Ranks())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 Options = argparse.Namespace
 Result = dict[str, Any]
+OVER_RANKS = ("compute", "end2end")  # kinds that torchrun may start
+PICTURES = (".png", ".pdf", ".svg")
 GROWTH_LINES = ("num_views", "images_per_rank", "embedding_size", "ranks", "images_of_set")
 OPTIONS_OF = {  # option that only some kinds take -> those
     "ranks": ("loss",),
@@ -100,13 +104,13 @@ def run_bench(own: Options, settings: list[str], num_ranks: int) -> int:
         from trainer.files import write_text
 
         write_text(own.out, text + "\n")
+    if "views_per_s" in result:
+        print(_in_words(result), file=sys.stderr)
+    print(text, flush=True)  # whatever becomes of the drawing
     if own.plot is not None:
         from trainer.bench.plot import draw
 
         draw(result, own.plot)
-    if "views_per_s" in result:
-        print(_in_words(result), file=sys.stderr)
-    print(text)
     return FAILED if result.get("failed_parts") else DONE
 
 
@@ -128,18 +132,26 @@ def _check(own: Options) -> None:
     for option, kinds in OPTIONS_OF.items():
         if getattr(own, option) not in (None, False) and own.kind not in kinds:
             raise InputError(f"--{option} is for wmse bench {' and '.join(kinds)}")
-    if own.seconds <= 0:
+    if not 0 < own.seconds < math.inf:
         raise InputError(f"--seconds is {own.seconds}: give a time above 0")
+    if own.kind not in OVER_RANKS and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise InputError(
+            f"wmse bench {own.kind} measures one process: start it without torchrun; {' and '.join(OVER_RANKS)} take several"
+        )
     for option in ("out", "plot", "profile"):
         path = getattr(own, option)
         if path is not None and not path.parent.is_dir():
             raise InputError(f"--{option} {path}: there is no folder {path.parent}; make it first")
+        if path is not None and path.is_dir():
+            raise InputError(f"--{option} {path}: is a folder; name a file")
     if own.plot is not None:
         if own.kind == "loss" and not own.sweep:
             raise InputError("--plot has nothing to draw of wmse bench loss without --sweep")
         from trainer.bench.plot import load_matplotlib
 
         load_matplotlib()
+        if own.plot.suffix not in PICTURES:
+            raise InputError(f"--plot {own.plot}: give a name that ends in {' or '.join(PICTURES)}")
 
 
 def _experiment(own: Options, settings: list[str]) -> Config:

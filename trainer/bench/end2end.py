@@ -7,6 +7,7 @@ lasts from the start of its call to that of the next one.
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -42,11 +43,12 @@ Train = Callable[[Run, StopRequest], int]
 def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path | None = None) -> dict[str, Any] | None:
     """The loop for about `seconds`, the same step alone before and after it.
 
-        train: `trainer.loop.train`. trace: file for the profiler's trace.
-        -> a dict for JSON, None on all ranks but the first:
-        views_per_s: median and quartiles of windows, profiler off, warm-up left out; compute: the step alone; share_of_compute.
-        step: milliseconds and percent of a step in each part, from profiled steps (`host_parts`; on a GPU also
-    `device_parts`), and loop_overhead_percent: all but waiting for data, forward, loss, backward and update.
+    train: `trainer.loop.train`. trace: file for the profiler's trace.
+    -> a dict for JSON, None on all ranks but the first:
+    views_per_s: median and quartiles of windows, profiler off, warm-up left out; compute: the step alone; share_of_compute.
+    step: milliseconds and percent of a step in each part, from profiled steps (`host_parts`; on a GPU also `device_parts`), and
+    loop_overhead_percent: all but waiting for data, forward, loss, backward and update, and with several
+    ranks but "agree", where they wait for the slowest. failed_steps: whose update was left out.
     Raises InputError as setting up a run does.
     """
     ranks = find_ranks()
@@ -75,10 +77,16 @@ def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path |
 
 
 def _endless_run(config: Config, ranks: Ranks, device: torch.device, folder: Path) -> Run:
-    """The run of `config` into `folder`, but that only the clock ends it."""
+    """The run of `config` into `folder`, but that only the clock ends it, and that views have their last side from the start:
+    the step alone is measured at one side."""
+    if config.views.early_sides and ranks.is_first:
+        print(f"note: views.early_sides are left out: measured at {config.views.side} px", file=sys.stderr)
+    views = replace(config.views, early_sides=(), early_side_epochs=())
     (folder / "checkpoints").mkdir()
     endless = replace(config.optimizer, epochs=ENDLESS_EPOCHS)
-    return set_up(replace(config, optimizer=endless, max_steps=0, run_dir=str(folder)), ranks, device, folder)
+    return set_up(
+        replace(config, views=views, optimizer=endless, max_steps=0, run_dir=str(folder)), ranks, device, folder
+    )
 
 
 def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict[str, Any]:
@@ -101,7 +109,8 @@ def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict
         "steps": watch.measured,
         "compute": figures,
         "share_of_compute": rates["median"] / figures["views_per_s"],
-        "step": where_time_goes(watch, run.device),
+        "failed_steps": int(sum(watch.failed)),  # of all, the warm-up's too: their time is without the update
+        "step": where_time_goes(watch, run.device, alone=run.ranks.world_size == 1),
         "cores_shared": run.device.type == "cpu",  # loader and model then take them from each other
     }
 
@@ -126,6 +135,8 @@ class Watch:
     """Steps, warm-up included."""
     measured: int = 0
     """Steps before the profiler was started; starts[measured] is the end of the last of them."""
+    failed: list[Any] = field(default_factory=list)
+    """Of each step, on the device, whether its update was left out."""
     to_profile: int = 0
     events: list[Any] = field(default_factory=list)
 
@@ -153,7 +164,9 @@ class _WatchedStep:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         note_start(self._watch, self._stop, time.perf_counter())
-        return self._step(*arguments, **keywords)
+        result = self._step(*arguments, **keywords)
+        self._watch.failed.append(result.failed)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)
@@ -203,8 +216,10 @@ def window_rates(starts: list[float], views_per_step: int) -> list[float]:
     return [size * views_per_step / (end - start) for start, end in pairwise(edges)]
 
 
-def where_time_goes(watch: Watch, device: torch.device) -> dict[str, Any]:
-    """Parts of a profiled step. On a CPU the host's parts are all there is; on a GPU the device's count."""
+def where_time_goes(watch: Watch, device: torch.device, *, alone: bool) -> dict[str, Any]:
+    """Parts of a profiled step. On a CPU the host's parts are all there is; on a GPU the device's count.
+
+    alone: one rank. Several wait for the slowest in "agree", which is then no overhead of the loop."""
     first = watch.measured  # the step at whose start the profiler was started
     waits = watch.waits[first + 1 : first + 1 + watch.to_profile]
     intervals = interval_ns(host_ranges(watch.events), watch.to_profile)
@@ -216,7 +231,7 @@ def where_time_goes(watch: Watch, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         parts = found["device_ms"] = device_parts(device_ms(watch.events, watch.to_profile), whole_ms, wait_ms)
     found["percent"] = percent_of(parts, whole_ms)
-    found["loop_overhead_percent"] = sum(found["percent"][name] for name in OVERHEAD)
+    found["loop_overhead_percent"] = sum(found["percent"][name] for name in (OVERHEAD if alone else OVERHEAD[1:]))
     return found
 
 

@@ -19,7 +19,7 @@ from trainer.data.plan import Planner, Rows
 from trainer.data.shards import list_shards
 from trainer.device import choose_device
 from trainer.distributed import Ranks
-from trainer.setup import open_cache, open_shared_index
+from trainer.setup import open_shared_index
 
 WARMUP_STEPS = 3
 
@@ -56,8 +56,8 @@ class ColdIndex:
 
 
 def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | None = None) -> Iterator[Batch]:
-    """Batch after batch of the config's plan, for as long as asked; cold: from files that are not in the page cache. cache: one
-    that is there already; None: as the config says."""
+    """Batch after batch of the config's plan, for as long as asked; cold: from files that are not in the page cache. cache: of
+    decoded images; None: each batch is decoded, whatever the config says."""
     index = open_shared_index(config, Ranks())
     images = config.data.images_per_step
     planner = Planner(
@@ -73,7 +73,7 @@ def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | N
             device=choose_device(config, Ranks()),
             first_step=0,
             end_step=1 << 40,
-            cache=cache or open_cache(config, index, Ranks()),
+            cache=cache,
         )
     )
 

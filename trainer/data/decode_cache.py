@@ -30,9 +30,13 @@ def check_cache_size(index: Index, most_gib: float) -> None:
     needed = decoded_bytes(index)
     if needed > most_gib * _GIB:
         raise InputError(
-            f"data.decode_cache_gib is {most_gib:g}, but the {len(index)} images take {needed / _GIB:.2f} GiB decoded: give as "
-            "much, if the node has it, or 0 for no cache; `wmse prepare --max_side` makes pictures smaller"
+            f"data.decode_cache_gib is {most_gib:g}, but the {len(index)} images take {_size(needed)} decoded: give as much, "
+            "if the node has it, or 0 for no cache; `wmse prepare --max_side` makes pictures smaller"
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes > 0.1 * _GIB else f"{num_bytes / 2**20:.2f} MiB"
 
 
 class DecodeCache:
@@ -48,18 +52,21 @@ class DecodeCache:
         total = int(self._starts[-1])
         if create:
             self.forget_name()  # of a run that was killed just then
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, total)  # a page that is missing later would kill the process
-            self._memory = np.frombuffer(mmap.mmap(descriptor, total), np.uint8)
+            flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+            descriptor = os.open(path, flags, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, total)  # a page that is missing later would kill the process
+                self._memory = np.frombuffer(mmap.mmap(descriptor, total), np.uint8)
+            finally:
+                os.close(descriptor)
         except OSError as error:
-            self.forget_name()
+            with contextlib.suppress(OSError):
+                self.forget_name()
             raise InputError(
-                f"data.decode_cache_gib: no {total / _GIB:.2f} GiB of shared memory in {path.parent} ({error.strerror}): give "
-                "the node or container more, or set it to 0"
+                f"data.decode_cache_gib: no {_size(total)} of shared memory in {path.parent} ({error.strerror}): give the "
+                "node or container more, or set it to 0"
             ) from error
-        finally:
-            os.close(descriptor)
 
     def forget_name(self) -> None:
         """No later process finds the memory."""

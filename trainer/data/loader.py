@@ -203,6 +203,8 @@ class ViewLoader:
 
     def _find_damaged(self) -> bool:
         """Decode what DALI was given by other means; whether anything new was found bad."""
+        if self._cache is not None:  # pixels, which Pillow has decoded already
+            return False
         before = len(self.bad.ids)
         for prepared in self._fed:
             for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True):
