@@ -11,7 +11,7 @@ import torch
 
 from trainer.bench import growth
 from trainer.bench.cli import GROWTH_LINES
-from trainer.bench.growth import _batch_point, _child, _embedding_points, _set_point, _views_point, bench_growth
+from trainer.bench.growth import Step, _child, _in_turns, _set_point, bench_growth
 from trainer.config import Config
 from trainer.config_load import load_config
 
@@ -27,11 +27,13 @@ def config(tiny_config: Path) -> Config:
 def test_the_sizes_that_grow(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[Any, ...]] = []
 
-    def step(changed: Config, device: torch.device, seconds: float, *, without_loss: bool = False) -> dict[str, Any]:
-        images, loss, k = changed.data.images_per_step, changed.loss, changed.model.embedding_size
-        measured.append((changed.views.num_views, images, k, loss.slice_size, without_loss))
-        assert seconds == pytest.approx(2.0)
-        return {"figure": FIGURE}
+    def in_turns(steps: list[Step], device: torch.device, seconds: float) -> list[dict[str, Any]]:
+        for step in steps:
+            config, k = step.config, step.config.model.embedding_size
+            sizes = (config.views.num_views, config.data.images_per_step, k, config.loss.slice_size)
+            measured.append((*sizes, step.without_loss))
+        assert seconds == pytest.approx(2.0 * len(steps))
+        return [{"figure": FIGURE} for _ in steps]
 
     children: list[list[str]] = []
 
@@ -43,10 +45,10 @@ def test_the_sizes_that_grow(config: Config, monkeypatch: pytest.MonkeyPatch) ->
         images = load_config(path, []).data.images_per_step
         return {"step_ms": FIGURE, "views_per_s": 2.0 * images}
 
-    monkeypatch.setattr(growth, "_step", step)
+    monkeypatch.setattr(growth, "_in_turns", in_turns)
     monkeypatch.setattr(growth, "_child", child)
     monkeypatch.setattr(growth, "write_index_only", lambda root, split, count: Path(__file__))
-    result = bench_growth(config, 2.0 * (4 + 3 + 6 + 4))
+    result = bench_growth(config, 2.0 * (4 + 3 + 2 + 4))
     lines = {line["line"]: line["points"] for line in result["lines"]}
     assert measured == [
         *((2, 32, 8, 16, True), (2, 32, 8, 16, False), (4, 32, 8, 16, False), (8, 32, 8, 16, False)),
@@ -60,23 +62,25 @@ def test_the_sizes_that_grow(config: Config, monkeypatch: pytest.MonkeyPatch) ->
     assert lines["images_of_set"][0]["pss_bytes"]["median"] == 9
     assert tuple(lines) == tuple(growth.LINES) == GROWTH_LINES
     measured.clear()
-    result = bench_growth(config, 2.0 * (4 + 3 + 6 + 4), ["embedding_size"])
+    result = bench_growth(config, 2.0 * 2, ["embedding_size"])
     assert [line["line"] for line in result["lines"]] == ["embedding_size"]
     assert len(measured) == 2
 
 
-def test_steps_are_measured(config: Config) -> None:
-    alone, pair, four = (_views_point(config, CPU, 0.1, d) for d in (1, 2, 4))
-    assert alone["num_views"] == 1
-    assert 0 < alone["figure"]["median"] < four["figure"]["median"]
+def test_steps_are_measured_in_turns(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    real = growth.take_agreed_turns
+    monkeypatch.setattr(
+        growth, "take_agreed_turns", lambda windows, *rest: rounds.append(len(windows)) or real(windows, *rest)
+    )
+    four = replace(config, views=replace(config.views, num_views=4))
+    parts = replace(config, optimizer=replace(config.optimizer, accumulation_steps=4))
+    steps = [Step("x", 1, config, without_loss=True), Step("x", 2, config), Step("x", 4, four), Step("x", 9, parts)]
+    alone, pair, quadruple, misfit = _in_turns(steps, CPU, 0.3)
+    assert rounds == [3]  # all in one go
+    assert 0 < alone["figure"]["median"] < quadruple["figure"]["median"]
     assert pair["figure"]["windows"] >= 3
-    assert _batch_point(config, CPU, 0.1, 4)["images_per_rank"] == 64
-    assert [point["embedding_size"] for point in _embedding_points(config, CPU, 0.1)] == [8, 16]
-
-
-def test_a_point_that_does_not_fit_says_why(config: Config) -> None:
-    parts = replace(config, optimizer=replace(config.optimizer, accumulation_steps=2))
-    assert "accumulation_steps" in _batch_point(parts, CPU, 0.1, 1)["not_run"]
+    assert "accumulation_steps" in misfit["not_run"]  # says why, and stops no other
 
 
 def test_the_index_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from trainer.bench.compute import MIN_CALLS, FixedSteps, peak_memory, sizes, take_agreed_turns, warm_up
 from trainer.bench.synthetic import synthetic_run, synthetic_views, write_index_only
-from trainer.bench.timing import spread, timed
+from trainer.bench.timing import Window, spread, timed
 from trainer.config import Config
 from trainer.config_load import save_config
 from trainer.device import choose_device
@@ -46,43 +46,61 @@ Point = dict[str, Any]
 
 
 def bench_growth(config: Config, seconds: float, names: Iterable[str] = LINES) -> dict[str, Any]:
-    """Measure the lines of these names, each point of those in this process for its share of about `seconds`, on synthetic
-    batches and sets.
+    """Measure the lines of these names, on synthetic batches and sets, the points of those in this process in turns, for about
+    `seconds` with the line of the ranks.
 
     -> "lines": each with "line" (what grows), "unit", and "points": {line: value, "figure": median and quartiles}; a point that
     could not be measured has "not_run" in its place.
     Other settings stay the config's: images a rank on the line of the views, M = 2k on that of the embedding size, images a
     rank on that of the ranks (one thread each). The set's line measures fresh processes, see `start_up`.
     """
-    device = choose_device(config, Ranks())
-    share = seconds / (len(VIEWS) + len(BATCHES) + len(EMBEDDINGS) + 2 * len(RANKS))
-    measures: dict[str, Callable[[], Iterable[Point]]] = {
-        "num_views": lambda: (_views_point(config, device, share, d) for d in VIEWS),
-        "images_per_rank": lambda: (_batch_point(config, device, share, n) for n in BATCHES),
-        "embedding_size": lambda: _embedding_points(config, device, share),
-        "ranks": lambda: (_ranks_point(config, device, 2 * share, r) for r in RANKS),
-        "images_of_set": lambda: map(_set_point, SETS),
-    }
-    lines = [{"line": name, **LINES[name], "points": list(measures[name]())} for name in names]
+    device, names = choose_device(config, Ranks()), list(names)
+    planned = [step for name in names for step in _PLANS.get(name, lambda _: [])(config)]
+    share = seconds / (len(planned) + 2 * len(RANKS) * ("ranks" in names) or 1)
+    points: dict[str, list[Point]] = {name: [] for name in names}
+    for step, figures in zip(planned, _in_turns(planned, device, share * len(planned)), strict=True):
+        points[step.line].append({step.line: step.value, **figures})
+    if "ranks" in names:
+        points["ranks"] = [_ranks_point(config, device, 2 * share, ranks) for ranks in RANKS]
+    if "images_of_set" in names:
+        points["images_of_set"] = [_set_point(count) for count in SETS]
+    lines = [{"line": name, **LINES[name], "points": points[name]} for name in names]
     return {"bench": "growth", "lines": lines, **sizes(config, device, Ranks()), **provenance(device)}
 
 
-def _views_point(config: Config, device: torch.device, seconds: float, num_views: int) -> Point:
-    changed = replace(config, views=replace(config.views, num_views=max(2, num_views)))
-    return {"num_views": num_views, **_step(changed, device, seconds, without_loss=num_views == 1)}
+class Step(NamedTuple):
+    """A point of a line that is measured in this process."""
+
+    line: str
+    value: int
+    config: Config
+    without_loss: bool = False
+    """Forward and backward of one view of each image."""
 
 
-def _batch_point(config: Config, device: torch.device, seconds: float, times: int) -> Point:
-    images = times * rows_together(config)
-    changed = replace(config, data=replace(config.data, images_per_step=images))
-    return {"images_per_rank": images, **_step(changed, device, seconds)}
+def _views(config: Config) -> list[Step]:
+    return [
+        Step("num_views", d, replace(config, views=replace(config.views, num_views=max(2, d))), without_loss=d == 1)
+        for d in VIEWS
+    ]
 
 
-def _embedding_points(config: Config, device: torch.device, seconds: float) -> list[Point]:
+def _batches(config: Config) -> list[Step]:
+    sizes_of = [times * rows_together(config) for times in BATCHES]
+    return [
+        Step("images_per_rank", images, replace(config, data=replace(config.data, images_per_step=images)))
+        for images in sizes_of
+    ]
+
+
+def _embeddings(config: Config) -> list[Step]:
     """Sizes whose slices of 2k rows divide the images."""
-    images = config.data.images_per_step
-    fitting = [k for k in EMBEDDINGS if images % (2 * k) == 0 and config.loss.permutation_block % (2 * k) == 0]
-    return [{"embedding_size": k, **_step(_with_embedding(config, k), device, seconds)} for k in fitting]
+    images, block = config.data.images_per_step, config.loss.permutation_block
+    fitting = [k for k in EMBEDDINGS if images % (2 * k) == 0 and block % (2 * k) == 0]
+    return [Step("embedding_size", k, _with_embedding(config, k)) for k in fitting]
+
+
+_PLANS = {"num_views": _views, "images_per_rank": _batches, "embedding_size": _embeddings}
 
 
 def _with_embedding(config: Config, size: int) -> Config:
@@ -90,19 +108,29 @@ def _with_embedding(config: Config, size: int) -> Config:
     return replace(config, model=model, loss=loss)
 
 
-def _step(config: Config, device: torch.device, seconds: float, *, without_loss: bool = False) -> Point:
-    """A step's milliseconds; without_loss: forward and backward of one view of each image."""
+def _in_turns(steps: Sequence[Step], device: torch.device, seconds: float) -> list[Point]:
+    """A step's milliseconds at every point, in windows that take turns: a machine that slows down is no growth then."""
+    found: list[Point] = [{} for _ in steps]
+    windows: dict[str, Window] = {}
     with tempfile.TemporaryDirectory(prefix="bench_growth_") as folder:
-        try:
-            run = synthetic_run(config, Ranks(), device, Path(folder))
-        except InputError as error:  # this point does not fit the others' settings
-            return {"not_run": str(error)}
-        whole = FixedSteps(run)
-        warm_up(whole)
-        step: Callable[[], Any] = _encoder_alone(run) if without_loss else whole
-        step()  # encoder alone: its own first call
-        times = take_agreed_turns({"step": timed(step, device)}, seconds, Ranks(), MIN_CALLS[device.type])["step"]
-    return {"figure": spread([us / 1e3 for us in times]), **peak_memory(device)}
+        for number, step in enumerate(steps):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            try:
+                run = synthetic_run(step.config, Ranks(), device, place)
+            except InputError as error:  # this point does not fit the others' settings
+                found[number] = {"not_run": str(error)}
+                continue
+            whole = FixedSteps(run)
+            warm_up(whole)
+            call: Callable[[], Any] = _encoder_alone(run) if step.without_loss else whole
+            call()  # encoder alone: its own first call
+            found[number] = peak_memory(device)
+            windows[str(number)] = timed(call, device)
+        times = take_agreed_turns(windows, seconds, Ranks(), MIN_CALLS[device.type]) if windows else {}
+    for name, samples in times.items():
+        found[int(name)]["figure"] = spread([us / 1e3 for us in samples])
+    return found
 
 
 def _encoder_alone(run: Any) -> Callable[[], None]:
