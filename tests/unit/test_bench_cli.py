@@ -49,6 +49,7 @@ def test_what_measures_one_process_is_not_started_by_torchrun(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     assert main(["bench", kind]) == 2
     assert f"wmse bench {kind} measures one process" in capsys.readouterr().err
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -134,10 +133,6 @@ def _check(own: Options) -> None:
             raise InputError(f"--{option} is for wmse bench {' and '.join(kinds)}")
     if not 0 < own.seconds < math.inf:
         raise InputError(f"--seconds is {own.seconds}: give a time above 0")
-    if own.kind not in OVER_RANKS and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise InputError(
-            f"wmse bench {own.kind} measures one process: start it without torchrun; {' and '.join(OVER_RANKS)} take several"
-        )
     for option in ("out", "plot", "profile"):
         path = getattr(own, option)
         if path is not None and not path.parent.is_dir():
@@ -152,6 +147,12 @@ def _check(own: Options) -> None:
         load_matplotlib()
         if own.plot.suffix not in PICTURES:
             raise InputError(f"--plot {own.plot}: give a name that ends in {' or '.join(PICTURES)}")
+    from trainer.distributed import find_ranks
+
+    if own.kind not in OVER_RANKS and find_ranks().world_size > 1:
+        raise InputError(
+            f"wmse bench {own.kind} measures one process: start it without torchrun; {' and '.join(OVER_RANKS)} take several"
+        )
 
 
 def _experiment(own: Options, settings: list[str]) -> Config:

@@ -93,10 +93,14 @@ def _cuda_launches(step: Callable[[], Any]) -> int:
     return launches
 
 
+def profiled_activities(*, cuda: bool) -> list[ProfilerActivity]:
+    """What torch's profiler is to watch."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports on stderr that a machine without a GPU has none
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+
+
 def profile_events(step: Callable[[], Any], *, memory: bool, cuda: bool) -> list[Any]:
     """What torch's profiler sees of `step`, as its raw events."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports on stderr that a machine without a GPU has none
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities, profile_memory=memory) as profiler:
+    with profile(activities=profiled_activities(cuda=cuda), profile_memory=memory) as profiler:
         step()
     return profiler.profiler.kineto_results.events()

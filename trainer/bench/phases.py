@@ -6,7 +6,6 @@ it was launched, by whichever thread.
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +14,15 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+from trainer.bench.cost import profiled_activities
 from trainer.bench.timing import synchronize
 
 PHASES = ("forward", "loss", "backward", "agree", "update")  # the names of the step's ranges
 DEVICE_PARTS = (*PHASES, "outside", "all_reduce", "augmentation")  # of the device's busy time
-LAUNCH = re.compile(
-    "cu(da)?[A-Z]"
-)  # CUDA's own functions; torch's operators have numbers of their own, which may be equal
+# CUDA's own functions; torch's operators have numbers of their own, which may be equal
+LAUNCH = re.compile("cu(da)?[A-Z]")
 NS_PER_MS = 1e6
 
 Spans = list[tuple[int, int]]  # (start, end) in ns
@@ -33,14 +32,11 @@ class StepProfiler:
     """Starts and stops torch's profiler between steps -> events, and the trace as a file for chrome://tracing."""
 
     def __init__(self, device: torch.device) -> None:
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "99"
-        )  # else it reports on stderr that a machine without a GPU has none
         self._device = device
-        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        with profile(activities=self._activities):  # the first one sets up what the others find there
+        activities = profiled_activities(cuda=device.type == "cuda")
+        with profile(activities=activities):  # the first one sets up what the others find there
             pass
-        self._profile = profile(activities=self._activities)
+        self._profile = profile(activities=activities)
 
     def start(self) -> None:
         """Between two steps."""

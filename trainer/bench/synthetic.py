@@ -21,9 +21,8 @@ from trainer.setup import Run, set_up
 
 CLASSES = 1000
 IMAGE_BYTES, IMAGE_HEIGHT, IMAGE_WIDTH = 110_000, 375, 500  # about ImageNet's medians
-_COARSE = (
-    5  # cells a side of a synthetic picture: noise of single pixels would look the same to an encoder that averages
-)
+# cells a side of a synthetic picture: noise of single pixels would look the same to an encoder that averages
+_COARSE = 5
 
 
 def write_index_only(root: Path, split: str, num_images: int) -> Path:
