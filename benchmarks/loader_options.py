@@ -22,8 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.loaders import Loaders, in_turns
-from trainer.bench.loading import endless_loader
+from trainer.bench.loading import Loaders, endless_loader, in_turns
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, decoded_bytes

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.peers.loader_dali import dali_batches
 from benchmarks.peers.loader_torchvision import torchvision_batches
-from trainer.bench.loading import WARMUP_STEPS, endless_loader, measure, warm_up
-from trainer.bench.timing import spread
+from trainer.bench.loading import WARMUP_STEPS, Loaders, endless_loader, in_turns
 from trainer.config import Config
-
-ROUNDS = 5
-Loaders = dict[str, Callable[[], Iterator[Any]]]
 
 
 def loaders(config: Config, workers: int) -> Loaders:
@@ -24,19 +19,6 @@ def loaders(config: Config, workers: int) -> Loaders:
         "dali_decode_once": lambda: dali_batches(config, decode_once=True),
         "dali_decode_per_view": lambda: dali_batches(config, decode_once=False),
     }
-
-
-def in_turns(made: Loaders, views: int, seconds: float) -> dict[str, dict[str, Any]]:
-    """Views a second of each loader: ROUNDS windows of `seconds` in all, starts and warm-up on top. A loader lives in its own
-    windows only, so that none works ahead in another's."""
-    rates: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(ROUNDS):
-        for name, make in made.items():
-            batches = make()
-            warm_up(batches)
-            rates[name].append(measure(batches, views, seconds / ROUNDS / len(made)))
-            del batches
-    return {name: {**spread(values), "samples": values} for name, values in rates.items()}
 
 
 def compare_loaders(config: Config, seconds: float, workers: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import trainer.bench.loader_sweep as sweep_module
+from trainer.bench import loading
 from trainer.bench.loader import bench_loader
 from trainer.bench.loader_sweep import bench_loader_sweep, grid, words
 from trainer.bench.loading import ColdIndex, endless_loader
@@ -123,11 +124,11 @@ def test_the_sweep_names_the_fastest(config: Config, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sweep_module, "endless_loader", loader_of)
     monkeypatch.setattr(sweep_module, "own_cores", lambda: 2)
-    monkeypatch.setattr(sweep_module, "measure", lambda *_: 200.0 if used[-1] == (4, 4) else 100.0)
+    monkeypatch.setattr(loading, "measure", lambda *_: 200.0 if used[-1] == (4, 4) else 100.0)
     result = bench_loader_sweep(config, 1.0)
     assert "--data.threads 4 --data.prefetch_batches 4" in result["best"]
     assert result["clearly_better"]
     assert len(used) == 3 * len(result["results"])
     assert used[: len(result["results"])] == used[len(result["results"]) : 2 * len(result["results"])]  # in turns
-    monkeypatch.setattr(sweep_module, "measure", lambda *_: 100.0)
+    monkeypatch.setattr(loading, "measure", lambda *_: 100.0)
     assert not bench_loader_sweep(config, 1.0)["clearly_better"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +12,7 @@ from nvidia.dali import __version__ as dali_version
 from rich.console import Console
 from rich.table import Table
 
-from trainer.bench.loading import WARMUP_STEPS, endless_loader, measure, settings_used, warm_up
-from trainer.bench.timing import spread
+from trainer.bench.loading import WARMUP_STEPS, Loaders, endless_loader, in_turns, settings_used
 from trainer.config import Config
 from trainer.data.loader import own_cores
 from trainer.device import choose_device
@@ -48,20 +49,9 @@ def bench_loader_sweep(config: Config, seconds: float) -> dict[str, Any]:
     device = choose_device(config, Ranks())
     settings = grid(config, device)
     views = config.data.images_per_step * config.views.num_views
-    rates: list[list[float]] = [[] for _ in settings]
-    for _ in range(ROUNDS):
-        for setting, samples in zip(settings, rates, strict=True):
-            data: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in setting.items()
-            }
-            batches = endless_loader(replace(config, data=replace(config.data, **data)))
-            warm_up(batches)
-            samples.append(measure(batches, views, seconds / ROUNDS / len(settings)))
-            del batches  # ends its threads: none works while another is measured
-    results = [
-        {"setting": setting, "figures": {**spread(samples), "samples": samples}}
-        for setting, samples in zip(settings, rates, strict=True)
-    ]
+    made: Loaders = {words(setting): partial(_start, config, setting) for setting in settings}
+    figures = in_turns(made, views, seconds, ROUNDS)
+    results = [{"setting": setting, "figures": figures[words(setting)]} for setting in settings]
     best = max(results, key=lambda result: result["figures"]["median"])
     _print_table(results)
     return {
@@ -78,6 +68,11 @@ def bench_loader_sweep(config: Config, seconds: float) -> dict[str, Any]:
         **provenance(device),
         "dali": dali_version,
     }
+
+
+def _start(config: Config, setting: Setting) -> Iterator[Any]:
+    data: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in setting.items()}
+    return endless_loader(replace(config, data=replace(config.data, **data)))
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 
-from trainer.bench.timing import synchronize
+from trainer.bench.timing import spread, synchronize
 from trainer.config import Config
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.index import Index
@@ -22,6 +22,7 @@ from trainer.distributed import Ranks
 from trainer.setup import open_shared_index
 
 WARMUP_STEPS = 3
+Loaders = dict[str, Callable[[], Iterator[Any]]]  # name -> a function that starts it
 
 
 class ColdIndex:
@@ -106,3 +107,16 @@ def measure(batches: Iterator[Any], views_per_batch: int, seconds: float) -> flo
             synchronize(batch.views.device)
         count += views_per_batch
     return count / elapsed
+
+
+def in_turns(made: Loaders, views: int, seconds: float, rounds: int = 5) -> dict[str, dict[str, Any]]:
+    """Views a second of each loader: so many windows of each, `seconds` in all, starts and warm-up on top. A loader lives in
+    its own windows only, so that none works ahead in another's."""
+    rates: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(rounds):
+        for name, make in made.items():
+            batches = make()
+            warm_up(batches)
+            rates[name].append(measure(batches, views, seconds / rounds / len(made)))
+            del batches  # ends its threads
+    return {name: {**spread(values), "samples": values} for name, values in rates.items()}
