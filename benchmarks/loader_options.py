@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.bench.loading import Loaders, endless_loader, in_turns
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, decoded_bytes
@@ -30,7 +31,6 @@ from trainer.data.formats import decode_rgb
 from trainer.data.index import Index, open_index
 from trainer.data.prepare import Shrink, prepare
 from trainer.device import choose_device
-from trainer.distributed import Ranks
 from trainer.errors import BAD_INPUT, DONE, InputError
 from trainer.machine import provenance
 

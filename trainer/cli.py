@@ -12,6 +12,7 @@ from pathlib import Path
 
 import trainer
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
+from trainer.signals import StopRequest
 
 Words = Sequence[str]
 
@@ -94,6 +95,13 @@ def pretrain(words: Words) -> int:
     )
     parser.add_argument("--ranks", type=int, metavar="R", help="ranks that the dry run counts on (default 1)")
     own, settings = _parse_with_settings(parser, words)
+    from trainer.signals import stop_on_signals
+
+    with stop_on_signals() as stop:  # before the imports that take seconds: a scheduler's signal may come at any time
+        return _pretrain(own, settings, stop)
+
+
+def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> int:
     from trainer.config_load import load_config
 
     config, ranks = load_config(own.config, settings), _number_of_ranks(own)
@@ -110,7 +118,7 @@ def pretrain(words: Words) -> int:
     from trainer.loop import pretrain as run
 
     try:
-        return int(record(run)(config) or DONE)  # under torchrun the first traceback then ends the job's log
+        return int(record(run)(config, stop) or DONE)  # under torchrun the first traceback then ends the job's log
     except TrainingFailedError as error:
         logging.getLogger(__name__).error("%s", error)
         return FAILED

@@ -255,6 +255,11 @@ class Config:
     """With compile on a GPU: replay forward and backward as CUDA graphs, where launching is what takes the time."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
     """Type in which several ranks send their gradients to each other; none: float32."""
+    stop_timeout_seconds: float = 60.0
+    """After a signal the run saves and ends. If it hangs, so that it can't, it ends with exit code 75 after this long, without
+    another checkpoint. Longer than two steps, and shorter than what the scheduler leaves between signal and kill."""
+    max_idle_restarts: int = 3
+    """A requeued job fails if this many starts before it, in a row, made no new checkpoint: another start would not either."""
     timeout_minutes: float = 10.0
     """A run that waits for this long ends: for another rank (four fifths of it) or for files. A long step is no wait."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -14,6 +14,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "seed": (0, 2**63 - 1),
     "max_steps": (0, None),
     "timeout_minutes": (0.01, None),
+    "stop_timeout_seconds": (0.1, None),
+    "max_idle_restarts": (1, None),
     "data.images_per_step": (1, None),
     "data.threads": (0, 1024),
     "data.expected_images": (0, None),

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config, peak_learning_rate
 from trainer.data.index import open_index
 from trainer.device import autocast_dtype
-from trainer.distributed import Ranks, own_rows, slice_group_size
+from trainer.distributed import own_rows, slice_group_size
 from trainer.errors import InputError
 from trainer.machine import git_commit
 from trainer.model import Model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.distributed import Ranks
 from trainer.errors import InputError
 
 

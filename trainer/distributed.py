@@ -1,14 +1,11 @@
-"""Who am I, and with whom: ranks from the environment (torchrun, srun, or alone), the process group, DDP, slice groups."""
+"""What ranks do together: the process group, each rank's share of the images, DDP, slice groups."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,54 +14,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from trainer.cluster.ranks import Ranks
+from trainer.cluster.rendezvous import compare_ranks, meet
 from trainer.data.plan import Rows
 from trainer.errors import InputError
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among all of the job."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    """Number on this node: the GPU it takes."""
-
-    @property
-    def is_first(self) -> bool:
-        """The rank that writes files and talks."""
-        return self.rank == 0
-
-
-def find_ranks() -> Ranks:
-    """From torchrun's environment, else from srun's (a job step of several tasks), else alone."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        return Ranks(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"]))
-    return Ranks()
-
-
 @contextmanager
-def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> Iterator[None]:
-    """The group of all ranks while the block runs; none where this process is alone."""
+def process_group(
+    ranks: Ranks,
+    device: torch.device,
+    timeout_minutes: float,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    first: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Open the group of all ranks while the block runs; there is none if this process is alone.
+
+    facts: what must be the same on all ranks, by name. first: called on rank 0 when all ranks are there, before any goes on;
+    an InputError or TrainingFailedError that it raises is raised by every rank.
+    """
     if ranks.world_size == 1:
+        first()
         yield
         return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise InputError(
-            f"{ranks.world_size} ranks, but {' and '.join(missing)} not set: start with torchrun, or set them"
-        )
-    on_gpu, timeout = device.type == "cuda", _collective_timeout(timeout_minutes)
-    # torchrun has a store of its own, in its process
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    on_gpu = device.type == "cuda"
+    timeout = _collective_timeout(timeout_minutes)
+    store = meet(ranks, timeout)
+    own_gpu = {"gpu": str(torch.cuda.get_device_properties(device).uuid)} if on_gpu else {}
+    compare_ranks(store, ranks, {**(facts or {}), **own_gpu}, timeout, first)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=None if of_torchrun else _open_store(ranks, timeout),
+        store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout,
@@ -74,22 +57,6 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
-    """Where the ranks find each other. It listens on MASTER_ADDR alone: torch's own would on every address of the node."""
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    descriptor = None
-    try:
-        if ranks.is_first:
-            family, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-            descriptor = socket.create_server(address, family=family, backlog=1024).detach()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"rank 0 can't listen on MASTER_ADDR {host}, MASTER_PORT {port} ({error}): give an address of the node of rank 0 "
-            "and a free port"
-        ) from error
-    return dist.TCPStore(host, int(port), ranks.world_size, ranks.is_first, timeout, master_listen_fd=descriptor)
 
 
 def is_of_lost_rank(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import logging
 import torch
 from torch import Tensor
 
-from trainer.distributed import Ranks
+from trainer.cluster.ranks import Ranks
 
 GRADIENT_FAULT = 1  # the code of a gradient that is not finite though losses and slices are sound
 _log = logging.getLogger(__name__)

@@ -6,64 +6,81 @@ config -> index -> plan -> DALI views -> encoder -> projector -> loss -> step ->
 from __future__ import annotations
 
 import logging
+import math
 import time
-from contextlib import AbstractContextManager, closing, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
-from trainer.checkpoint import list_checkpoints
-from trainer.config import Config
+from trainer.cluster.ranks import find_ranks
+from trainer.config import Config, flatten
 from trainer.config_load import save_config
 from trainer.data.loader import ViewLoader
+from trainer.data.plan import PLAN_VERSION
 from trainer.describe import describe_run
 from trainer.device import choose_device
-from trainer.distributed import Ranks, find_ranks, is_of_lost_rank, process_group
-from trainer.errors import BAD_INPUT, DONE, FAILED, PREEMPTED, InputError
+from trainer.distributed import is_of_lost_rank, process_group
+from trainer.errors import DONE, FAILED, PREEMPTED
 from trainer.faults import TrainingFailedError
+from trainer.machine import git_commit
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
-from trainer.run_folder import lock_run_folder, open_run_folder, start_logging, write_state
+from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
+from trainer.run_state import RunState, stop_file
 from trainer.saver import Saver
 from trainer.setup import Run, set_up
-from trainer.signals import StopRequest, stop_on_signals
+from trainer.signals import GO_ON, PREEMPT, STOP, StopRequest
 from trainer.watchdog import Watchdog
 
 _HOST_DELAY = 2  # steps after which the host reads what a step left on the device
 _log = logging.getLogger(__name__)
 
 
-def pretrain(config: Config) -> int:
-    """Start the run of `config`, or go on with it where its folder holds a checkpoint. Returns the exit code."""
+def pretrain(config: Config, stop: StopRequest) -> int:
+    """Start the run of `config`, or go on with it if its folder holds a checkpoint. Returns the exit code."""
     ranks = find_ranks()
     run_dir = open_run_folder(config.run_dir)
-    with lock_run_folder(run_dir) if ranks.is_first else nullcontext():
-        start_logging(run_dir, ranks.rank)
+    start_logging(run_dir, ranks.rank)
+    if ranks.restarts and stop_file(run_dir).exists():
+        _log.warning("%s was stopped by `wmse stop`: a requeued job does not go on with it", run_dir)
+        return DONE
+    with ExitStack() as stack:
+        device = choose_device(config, ranks)
+        state = RunState(run_dir, ranks)
+
+        def open_folder() -> None:
+            """Take the run folder, once all ranks are there and before any of them goes on."""
+            stack.enter_context(lock_run_folder(run_dir))
+            state.start(config.max_idle_restarts)
+            stop.before_exit = state.preempted
+            stack.enter_context(state.heartbeat(stop))
+
         try:
-            device = choose_device(config, ranks)
-            with stop_on_signals() as stop, process_group(ranks, device, config.timeout_minutes):
+            facts = {**flatten(config), "commit": git_commit(), "plan version": PLAN_VERSION}
+            with process_group(ranks, device, config.timeout_minutes, facts=facts, first=open_folder):
                 run = set_up(config, ranks, device, run_dir)
                 describe_run(run)
-                return train(run, stop)
+                stop.allow(config.stop_timeout_seconds)
+                return train(run, stop, state)
         except BaseException as error:
-            _write_failure(run_dir, ranks, BAD_INPUT if isinstance(error, InputError) else FAILED)
+            state.failed(error)
             if not is_of_lost_rank(error):
                 raise
             _log.error("this rank ends: another rank is gone or late (%s)", str(error).partition("\n")[0])
             return FAILED
 
 
-def train(run: Run, stop: StopRequest) -> int:
+def train(run: Run, stop: StopRequest, state: RunState) -> int:
     """All steps from the newest checkpoint on. Returns DONE or PREEMPTED; raises TrainingFailedError."""
     # --- where we are ---
     ranks, log_every = run.ranks, run.config.log.every_steps
     sums = LossSums(run.device)
     first_step = step = resume(run, sums)
-    open_writer = _writer(run, first_step)
+    open_writer = _writer(run, first_step, state)
     agreed, lines = Late(_HOST_DELAY), Late(_HOST_DELAY)
     faults, clock, saves = run.fault_counter(), _Clock(run, first_step), _SaveTimes(run)
     loader = run.loader(first_step)
-    stopping = False
+    stopping = GO_ON
 
-    with _watchdog(run, loader) as watchdog, open_writer as writer, closing(_saver(run)) as saver:
+    with _watchdog(run, loader, state) as watchdog, open_writer as writer, closing(_saver(run)) as saver:
         # --- steps ---
         watchdog.doing(f"waits for the images of step {first_step}", for_files=True)
         for batch in loader:
@@ -73,11 +90,12 @@ def train(run: Run, stop: StopRequest) -> int:
                 batch.views,
                 run.permutations(batch.step),
                 rate,
-                stop=stop.asked,
+                stop=stop.level,
                 save=ranks.is_first and saves.minutes_due(),
             )
             sums.add(result)
             step = batch.step + 1
+            state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
 
             # --- what the device says, two steps late ---
             clock.waited(batch.wait_seconds)
@@ -87,14 +105,16 @@ def train(run: Run, stop: StopRequest) -> int:
             save_now = saves.steps_due(step)
             for past_step, (fault, stop_asked, save_asked) in agreed.take():
                 faults.count(past_step, int(fault))
-                stopping |= bool(stop_asked)
+                stopping = max(stopping, int(stop_asked))
                 save_now |= bool(save_asked)
-            _write(writer, lines.take())
+            _write(writer, lines.take(), state)
 
             # --- save, stop ---
+            if stopping:
+                stop.answered()
             if save_now or stopping or step == run.end_step:
                 watchdog.doing("waits for the checkpoint before this one to be written", for_files=True)
-                _write(writer, lines.take(everything=True))  # a resume after this step writes none of them again
+                _write(writer, lines.take(everything=True), state)  # a resume after this step writes none of them again
                 save(run, saver, step, sums)
                 saves.done()
             _check_saves(run, saver)
@@ -103,16 +123,10 @@ def train(run: Run, stop: StopRequest) -> int:
             watchdog.doing(f"waits for the images of step {step}", for_files=True)
         watchdog.doing("waits for the last checkpoint to be written", for_files=True)
         _finish_saving(saver)
-    return _finish(run, step, preempted=stopping and step < run.end_step)
+    return _finish(run, step, stopping if step < run.end_step else GO_ON, state)
 
 
-def _write_failure(run_dir: Path, ranks: Ranks, code: int) -> None:
-    if ranks.is_first:
-        saved = list_checkpoints(run_dir / "checkpoints")
-        write_state(run_dir, "failed", code, saved[-1][0] if saved else 0)
-
-
-def _watchdog(run: Run, loader: ViewLoader) -> Watchdog:
+def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
     def reading() -> str:
         longest = [f"{name} for {seconds:.0f} s" for name, seconds in loader.waiting_for()[:3]]
         return "reads " + ", ".join(longest) if longest else ""
@@ -121,23 +135,25 @@ def _watchdog(run: Run, loader: ViewLoader) -> Watchdog:
         run.config.log.stall_seconds,
         60 * run.config.timeout_minutes,
         reading,
-        lambda: _write_failure(run.run_dir, run.ranks, FAILED),
+        state.hung,
     )
 
 
-def _writer(run: Run, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
+def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManager[MetricsWriter | None]:
     if not run.ranks.is_first:
         return nullcontext()
-    starts = write_state(run.run_dir, "running", None, first_step)
-    _log.info("start %d of this run, at step %d of %d", starts, first_step, run.schedule.total_steps)
+    state.write(status="running", step=first_step, total_steps=run.schedule.total_steps)
+    _log.info("start %d of this run, at step %d of %d", state.starts, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml")
     return closing(MetricsWriter(run.run_dir, first_step, run.end_step, tensorboard=run.config.log.tensorboard))
 
 
-def _write(writer: MetricsWriter | None, lines: list[tuple[Progressed, list[float]]]) -> None:
+def _write(writer: MetricsWriter | None, lines: list[tuple[Progressed, list[float]]], state: RunState) -> None:
     for at, values in lines:
         if writer:
             writer.write(at, values)
+            loss = values[0] if math.isfinite(values[0]) else None
+            state.note(loss=loss, images_per_s=round(at.images_per_s, 1))
 
 
 def _saver(run: Run) -> Saver:
@@ -162,11 +178,13 @@ def _finish_saving(saver: Saver) -> None:
         ) from error
 
 
-def _finish(run: Run, step: int, *, preempted: bool) -> int:
-    code = PREEMPTED if preempted else DONE
-    status = "preempted" if preempted else "done" if step == run.schedule.total_steps else "paused"
+def _finish(run: Run, step: int, stopped: int, state: RunState) -> int:
+    """Write and log how the run ended; `stopped` is GO_ON if it came to its end."""
+    code = PREEMPTED if stopped == PREEMPT else DONE
+    finished = "done" if step == run.schedule.total_steps else "paused"
+    status = {GO_ON: finished, PREEMPT: "preempted", STOP: "stopped"}[stopped]
+    state.ended(status, code, step=step)
     if run.ranks.is_first:
-        write_state(run.run_dir, status, code, step)
         _log.info("%s after step %d of %d", status, step, run.schedule.total_steps)
     return code
 
@@ -182,12 +200,13 @@ class _Clock:
 
     def line(self, step: int, rate: float, bad_images: int) -> Progressed:
         seconds = time.perf_counter() - self._since
-        views = (step - self._step) * self._run.config.data.images_per_step * self._run.config.views.num_views
+        images = (step - self._step) * self._run.config.data.images_per_step
         line = Progressed(
             step=step,
             epoch=step / self._run.planner.steps_per_epoch,
             learning_rate=rate,
-            views_per_s=views / seconds,
+            images_per_s=images / seconds,
+            views_per_s=images * self._run.config.views.num_views / seconds,
             data_wait=self._wait / seconds,
             bad_images=bad_images,
         )

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.distributed import Ranks
+from trainer.cluster.ranks import Ranks
 from trainer.faults import CollapseWatch
 from trainer.files import write_text
 from trainer.step import StepResult
@@ -117,6 +117,7 @@ class Progressed(NamedTuple):
     step: int
     epoch: float
     learning_rate: float
+    images_per_s: float
     views_per_s: float
     data_wait: float
     bad_images: int

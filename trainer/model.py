@@ -16,8 +16,8 @@ from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
 from trainer.batch_norm import at_least_float32, convert_batch_norm
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config, ModelConfig, ViewsConfig
-from trainer.distributed import Ranks
 from trainer.errors import InputError
 
 _log = logging.getLogger(__name__)

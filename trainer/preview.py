@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.distributed import Ranks
 from trainer.errors import InputError
 from trainer.model import PixelScale
 from trainer.setup import open_shared_index

@@ -20,7 +20,8 @@ from trainer.setup import Run
 _log = logging.getLogger(__name__)
 
 # settings that may change between restarts without changing what is learnt
-_FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "compile", "cuda_graphs",
+_FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes",
+         "stop_timeout_seconds", "max_idle_restarts", "compile", "cuda_graphs",
          "data.root",
          "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
          "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -15,7 +14,6 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from trainer.errors import InputError
-from trainer.files import write_text
 
 _log = logging.getLogger(__name__)
 _LOG_BYTES = 32 << 20  # of log.txt, before it becomes log.txt.1
@@ -93,20 +91,3 @@ def start_logging(run_dir: Path | None, rank: int) -> None:
         )
         root.addHandler(handler)
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-
-
-def write_state(run_dir: Path, status: str, exit_code: int | None, step: int) -> int:
-    """state.json: what became of the run, for programs (torchrun flattens exit codes). Returns how often it was started."""
-    path = run_dir / "state.json"
-    try:
-        starts = int(json.loads(path.read_text())["starts"])
-    except (OSError, ValueError, KeyError, TypeError):  # the first start, or not of our making
-        starts = 0
-    starts += status == "running"
-    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    state = {"status": status, "exit_code": exit_code, "step": step, "starts": starts, "time": now}
-    try:
-        write_text(path, json.dumps(state) + "\n")
-    except OSError as error:  # the disk is full, or the folder gone: that is told where it costs something
-        _log.error("can't write %s (%s, exit code %s): %s", path, status, exit_code, error.strerror)
-    return starts

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kernels.backends import why_not
 from trainer.checkpoint import list_checkpoints, load_encoder
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.config_check import divisors
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
@@ -20,7 +21,7 @@ from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype
-from trainer.distributed import Ranks, make_slice_group, one_rank_a_node_first, own_rows, slice_group_size, wrap_model
+from trainer.distributed import make_slice_group, one_rank_a_node_first, own_rows, slice_group_size, wrap_model
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
 from trainer.files import atomic_write

@@ -1,37 +1,131 @@
-"""Signals ask a run to stop; the loop does it between two steps."""
+"""Signals ask a run to stop. The loop answers between two steps; a thread ends the process if the loop can't.
+
+Python runs a signal handler only when the main thread returns to its bytecode. A rank that hangs in a read, a compilation or a
+collective never does, so the handlers here are nearly empty, and a thread reads the signals from a pipe instead.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from trainer.errors import INTERRUPTED, PREEMPTED
+
 _log = logging.getLogger(__name__)
-_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+_CLOSE = 0  # byte that ends the thread; no signal has this number
+_HOOK_SECONDS = 5.0  # the last words of a process that is ended may hang on a file system, too
+
+GO_ON, PREEMPT, STOP = 0, 1, 2  # what a rank asks for; the largest over all ranks holds
 
 
 class StopRequest:
-    """Whether a signal has come."""
+    """What this rank was asked: to go on, to save and be started again (a signal), or to save and stay stopped (`wmse stop`).
 
-    asked = False
+    Until `allow` is called there is nothing to save, and a signal ends the process at once with exit code 75."""
+
+    def __init__(self) -> None:
+        self.level = GO_ON
+        self.before_exit: Callable[[], None] = lambda: None  # called before the thread ends the process
+        self._seconds = 0.0
+        self._since = 0.0
+        self._interrupted = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run should end."""
+        return self.level > GO_ON
+
+    def ask(self, level: int = PREEMPT) -> None:
+        """Ask the loop to end; `level` is PREEMPT or STOP."""
+        self.level = max(self.level, level)
+
+    def allow(self, seconds: float) -> None:
+        """Say that from now on the loop looks at this request, and needs at most `seconds` to answer it."""
+        self._seconds = seconds
+
+    def answered(self) -> None:
+        """Restart the clock: all ranks have agreed to stop, and what is left is the last save."""
+        self._since = time.monotonic()
+
+    def received(self, number: int) -> None:
+        """Take note of a signal, in the thread."""
+        if number == signal.SIGINT:
+            if self._interrupted:  # the main thread hangs, else the system would have ended the process
+                os._exit(INTERRUPTED)
+            self._interrupted = True
+        if self._since:
+            return
+        self._since = time.monotonic()
+        self.ask()
+        name = signal.Signals(number).name
+        if self._seconds:
+            _log.warning("received %s: saving a checkpoint and stopping after the current step", name)
+        else:
+            _log.warning("received %s before the first step: nothing to save, stopping now", name)
+
+    def seconds_left(self) -> float | None:
+        """Time until the process is ended, None if no signal has come."""
+        return self._since + self._seconds - time.monotonic() if self._since else None
+
+    def end_process(self) -> None:
+        """End the process without Python's clean-up, which would wait for whatever hangs."""
+        if self._seconds:
+            _log.error(
+                "no answer %.0f s after the signal (stop_timeout_seconds): the run hangs and ends without another checkpoint; "
+                "the same command goes on from the last one",
+                self._seconds,
+            )
+        hook = threading.Thread(target=self.before_exit, daemon=True)
+        hook.start()
+        hook.join(_HOOK_SECONDS)
+        os._exit(PREEMPTED)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """USR1, USR2, TERM and INT set the flag while the block runs; a second INT stops at once, wherever the run hangs."""
+    """Turn HUP, USR1, USR2, TERM and INT into a stop request while the block runs; a second INT ends the process at once."""
     request = StopRequest()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        request.asked = True
+        request.ask()
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's: an exception would wait for threads that hang
-        _log.warning("%s: the run saves and stops after the steps under way", signal.Signals(number).name)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
+    thread.start()
     try:
         yield request
     finally:
+        signal.set_wakeup_fd(pipe_before)
         for number, old in before.items():
             signal.signal(number, old)
+        os.write(writer, bytes([_CLOSE]))
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _watch(reader: int, request: StopRequest) -> None:
+    """Read signal numbers until the block ends; end the process when its time is up."""
+    while True:
+        left = request.seconds_left()
+        if left is not None and left <= 0:
+            request.end_process()
+        ready, _, _ = select.select([reader], [], [], left)
+        for number in os.read(reader, 64) if ready else b"":
+            if number == _CLOSE:
+                return
+            if number in _SIGNALS:
+                request.received(number)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from trainer.batch_norm import BatchNormStatistics
+from trainer.cluster.ranks import Ranks
 from trainer.config import LossConfig
-from trainer.distributed import Ranks, agree
+from trainer.distributed import agree
 from trainer.faults import GRADIENT_FAULT, fault_code, fault_codes
 from trainer.loss_scale import LossScale
 from trainer.losses.gather import gather_rows
@@ -72,11 +73,12 @@ class TrainStep:
         self.loss_scale = LossScale(self.device) if autocast_dtype == torch.float16 else None
 
     def __call__(
-        self, pixels: Tensor, permutations: Tensor, learning_rate: float, *, stop: bool = False, save: bool = False
+        self, pixels: Tensor, permutations: Tensor, learning_rate: float, *, stop: int = 0, save: bool = False
     ) -> StepResult:
         """pixels: (R, 3, S, S) uint8. permutations: (iterations, images of the slice group) int64, on the device.
 
-        stop, save: whether this rank wants the run to stop, or to be saved; all ranks learn of it in the result.
+        stop: how this rank was asked to stop (`signals`: GO_ON, PREEMPT or STOP). save: whether it wants the run to be saved.
+        All ranks learn of both in the result.
         """
         self.statistics.remember()
         loss, embeddings, ok, min_pivot = self._gradients(pixels, permutations)

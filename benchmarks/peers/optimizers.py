@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.bench.timing import Window, spread, take_turns, timed_after
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config, OptimizerConfig
-from trainer.distributed import Ranks
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer, update
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tests.gpu.part import Part, begin, end, in_words, table
 from trainer.bench.timing import spread, take_turns, timed
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
 from trainer.device import autocast_dtype
-from trainer.distributed import Ranks
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer, update
 from trainer.setup import compile_model

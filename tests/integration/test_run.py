@@ -138,8 +138,8 @@ def test_a_stop_asked_for_is_met_two_steps_later(
 ) -> None:
     """Where that is the last step of this call anyway, nothing was cut short."""
     request = StopRequest()
-    request.asked = True
-    monkeypatch.setattr("trainer.loop.stop_on_signals", lambda: nullcontext(request))
+    request.ask()
+    monkeypatch.setattr("trainer.signals.stop_on_signals", lambda: nullcontext(request))
     assert pretrain(tiny_config, tiny_set, tmp_path, "--max_steps", max_steps) == code
     assert state(tmp_path) == (status, code, 3)
     assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [3]

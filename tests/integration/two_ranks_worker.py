@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from trainer.cluster.ranks import find_ranks
 from trainer.config import LossConfig, ModelConfig, ViewsConfig
 from trainer.data.plan import Rows, slice_permutations
-from trainer.distributed import find_ranks, make_slice_group, own_rows, process_group, slice_group_size, wrap_model
+from trainer.distributed import make_slice_group, own_rows, process_group, slice_group_size, wrap_model
 from trainer.metrics import LossSums
 from trainer.model import Model
 from trainer.setup import compile_model

@@ -24,6 +24,7 @@ from trainer.bench.end2end import (
 from trainer.bench.phases import PHASES, host_ranges
 from trainer.config_load import load_config
 from trainer.loop import train
+from trainer.run_state import RunState
 from trainer.signals import StopRequest
 
 CPU = torch.device("cpu")
@@ -52,9 +53,9 @@ def test_the_loop_is_measured(tiny_set: Path, tiny_config: Path, tmp_path: Path)
     config = load_config(tiny_config, ["--data.root", str(tiny_set), "--optimizer.epochs", "1"])
     seen = []
 
-    def watched_train(run: Any, stop: StopRequest) -> int:
+    def watched_train(run: Any, stop: StopRequest, state: RunState) -> int:
         seen.append((run.run_dir, run.step.loss))
-        code = train(run, stop)
+        code = train(run, stop, state)
         seen.append([json.loads(line)["step"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()])
         return code
 

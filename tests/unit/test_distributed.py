@@ -1,102 +1,16 @@
 """Who this process is, and how ranks share a step. (Two real ranks: tests/integration/test_two_ranks.py.)"""
 
-import socket
 from datetime import timedelta
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.device import autocast_dtype
-from trainer.distributed import (
-    Ranks,
-    find_ranks,
-    make_slice_group,
-    one_rank_a_node_first,
-    own_rows,
-    process_group,
-    slice_group_size,
-)
+from trainer.distributed import make_slice_group, one_rank_a_node_first, own_rows, slice_group_size
 from trainer.errors import InputError
-
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID",
-         "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("env", "ranks"),
-    [
-        ({}, Ranks()),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Ranks(3, 8, 1)),
-        (
-            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"},
-            Ranks(2, 4, 0),
-        ),
-        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Ranks()),
-        ({"SLURM_PROCID": "0"}, Ranks()),  # a batch script, no job step
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"},
-            Ranks(1, 2, 1),  # torchrun inside srun
-        ),
-    ],
-)
-def test_ranks_from_the_environment(env: dict[str, str], ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert find_ranks() == ranks
-
-
-def test_several_ranks_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    with (
-        pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT not set"),
-        process_group(Ranks(0, 2, 0), torch.device("cpu"), 1),
-    ):
-        pass
-
-
-def test_the_group_waits_as_long_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, object] = {}
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.update(options, backend=backend))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.update(destroyed=True))
-    monkeypatch.setattr(dist, "TCPStore", lambda *arguments, **options: (arguments, options))
-    with pytest.raises(RuntimeError, match="inside"), process_group(Ranks(1, 2, 1), torch.device("cpu"), 5):
-        raise RuntimeError("inside")
-    assert (seen["backend"], seen["rank"], seen["world_size"]) == ("gloo", 1, 2)
-    assert seen["timeout"] == timedelta(minutes=4)  # a rank that waits for another says so before its watchdog ends it
-    assert seen["store"] == (("localhost", 1, 2, False, timedelta(minutes=4)), {"master_listen_fd": None})
-    assert seen["destroyed"]
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with process_group(Ranks(1, 2, 1), torch.device("cpu"), 5):
-        assert seen["store"] is None
-
-
-def test_the_store_listens_on_the_address_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, store, **options: stores.append(store))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    plain = dist.TCPStore  # of one rank, so that nobody is waited for
-    monkeypatch.setattr(
-        dist, "TCPStore", lambda host, port, _, *more, **options: plain(host, port, 1, *more, **options)
-    )
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(InputError, match=f"can't listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {port} .*in use"):  # noqa: SIM117
-            with process_group(Ranks(0, 2), torch.device("cpu"), 1):
-                pass
-    with process_group(Ranks(0, 2), torch.device("cpu"), 1):
-        listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
-    assert ("127.0.0.1", port) in listening
-    assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
 def test_only_one_rank_of_all_is_the_first() -> None:

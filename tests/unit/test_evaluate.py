@@ -16,16 +16,17 @@ from torch import nn
 
 from tests.conftest import TINY
 from trainer.checkpoint import load_checkpoint
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.data.index import Index, open_index
-from trainer.distributed import Ranks
 from trainer.errors import InputError
 from trainer.evaluate import features
 from trainer.evaluate.features import Features, Place, extract, raw_pixels, trained_encoder, untrained_encoder
 from trainer.evaluate.run import _check_classes, _encoder, run_evaluation
 from trainer.loop import pretrain
 from trainer.model import Model, build_model
+from trainer.signals import StopRequest
 
 CPU = torch.device("cpu")
 BOTH = ("linear", "knn")
@@ -41,7 +42,7 @@ def config_of(folder: Path, root: Path, *settings: str) -> Config:
 def run_dir(tiny_set, tmp_path_factory) -> Path:
     """A run of two steps."""
     folder = tmp_path_factory.mktemp("run")
-    assert pretrain(config_of(folder, tiny_set, "--run_dir", str(folder), "--max_steps", "2")) == 0
+    assert pretrain(config_of(folder, tiny_set, "--run_dir", str(folder), "--max_steps", "2"), StopRequest()) == 0
     return folder
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from trainer.distributed import Ranks
+from trainer.cluster.ranks import Ranks
 from trainer.faults import CollapseWatch, FaultCounter, TrainingFailedError, describe_fault, fault_code, fault_codes
 
 D, W = 3, 2  # views, ranks

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.distributed import Ranks
+from trainer.cluster.ranks import Ranks
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed, effective_rank
 from trainer.step import StepResult
 
@@ -20,7 +20,7 @@ def result(loss: float, *, failed: bool = False, pivot: float = 0.5) -> StepResu
 
 
 def line(step: int) -> Progressed:
-    return Progressed(step, step / 10, 0.1, 100.0, 0.05, bad_images=1)
+    return Progressed(step, step / 10, 0.1, 50.0, 100.0, 0.05, bad_images=1)
 
 
 def test_effective_rank_is_k_for_white_and_1_on_a_line() -> None:

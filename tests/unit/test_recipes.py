@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config, flatten, peak_learning_rate
 from trainer.config_load import load_config
 from trainer.describe import plan_lines
-from trainer.distributed import Ranks
 from trainer.model import build_model
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -1,6 +1,5 @@
 """The folder of a run: its lock, its log, its state."""
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from trainer import run_folder
 from trainer.errors import InputError
-from trainer.run_folder import lock_run_folder, start_logging, write_state
+from trainer.run_folder import lock_run_folder, start_logging
 
 
 @pytest.fixture
@@ -65,10 +64,3 @@ def test_the_log_is_bounded(log: logging.Logger, tmp_path: Path) -> None:
     assert sizes.keys() == {"log.txt", "log.txt.1"}
     assert max(sizes.values()) <= 1000
     assert (tmp_path / "log.txt").read_text().endswith("line 99\n")
-
-
-def test_the_state_counts_starts(tmp_path: Path) -> None:
-    assert [write_state(tmp_path, status, None, 3) for status in ("running", "failed", "running")] == [1, 1, 2]
-    assert json.loads((tmp_path / "state.json").read_text())["starts"] == 2
-    (tmp_path / "state.json").write_text("garbage")
-    assert write_state(tmp_path, "running", None, 3) == 1

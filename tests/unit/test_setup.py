@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.cluster.ranks import Ranks
 from trainer.config_load import load_config
 from trainer.data.index import open_index
 from trainer.data.plan import Rows, slice_permutations
-from trainer.distributed import Ranks
 from trainer.errors import InputError
 from trainer.setup import Run, check_set_size, images_per_part, open_cache, rows_together, set_up
 

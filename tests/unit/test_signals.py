@@ -1,27 +1,37 @@
-"""Signals set a flag for as long as a run is under way."""
+"""Signals ask a run to stop, and end a process that can't answer."""
+
+from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 
 import pytest
 
-from trainer.signals import stop_on_signals
+from tests.conftest import ROOT
+from trainer.errors import INTERRUPTED, PREEMPTED
+from trainer.signals import PREEMPT, STOP, StopRequest, stop_on_signals
 
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
-def test_each_asks_to_stop_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+def test_each_signal_asks_to_stop_and_the_old_handler_comes_back(number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in SIGNALS]
     with stop_on_signals() as stop:
+        stop.allow(60)
         assert not stop.asked
         os.kill(os.getpid(), number)
-        assert stop.asked
+        assert stop.level == PREEMPT
     assert [signal.getsignal(n) for n in SIGNALS] == before
 
 
 def test_only_a_second_interrupt_is_left_to_the_system() -> None:
     with stop_on_signals() as stop:
+        stop.allow(60)
         os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGINT)
@@ -29,8 +39,82 @@ def test_only_a_second_interrupt_is_left_to_the_system() -> None:
         assert stop.asked
 
 
-def test_each_block_starts_without_a_wish() -> None:
-    with stop_on_signals():
+def test_a_new_block_knows_nothing_of_earlier_signals() -> None:
+    with stop_on_signals() as stop:
+        stop.allow(60)
         os.kill(os.getpid(), signal.SIGUSR1)
     with stop_on_signals() as stop:
         assert not stop.asked
+
+
+def test_a_signal_does_not_weaken_a_request_to_stay_stopped() -> None:
+    stop = StopRequest()
+    stop.ask(STOP)
+    stop.ask(PREEMPT)
+    assert stop.level == STOP
+
+
+# The main thread hangs in C code for 60 s and never runs a Python handler: a lock that nobody releases, inside ctypes.
+HANG = """
+import ctypes, sys, time
+from trainer.signals import stop_on_signals
+libc = ctypes.CDLL(None)
+def hang(seconds):
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    print("hangs", flush=True)
+    libc.pthread_mutex_lock(mutex)
+with stop_on_signals() as stop:
+    stop.before_exit = lambda: print("last words", flush=True)
+    {allow}
+    hang(60)
+"""
+
+
+@pytest.fixture
+def hanging() -> Callable[[str], subprocess.Popen[str]]:
+    """Starts a process whose main thread hangs after it ran a line with the stop request."""
+
+    def begin(allow: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HANG.format(allow=allow)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        return process
+
+    return begin
+
+
+def test_a_signal_before_the_first_step_ends_a_process_that_hangs_at_once(
+    hanging: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    process = hanging("pass")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(10) == PREEMPTED
+    assert process.communicate()[0] == "last words\n"
+
+
+def test_a_run_that_hangs_in_a_step_ends_when_its_time_is_up(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = hanging("stop.allow(1.0)")
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert process.wait(10) == PREEMPTED
+    assert 0.8 < time.monotonic() - began < 5
+
+
+def test_a_second_interrupt_ends_a_process_that_hangs(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = hanging("stop.allow(60)")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == INTERRUPTED
+
+
+def test_wmse_stop_sets_no_time_limit(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = hanging("from trainer.signals import STOP; stop.allow(0.1); stop.ask(STOP)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.kill()
+    process.wait()

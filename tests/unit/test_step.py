@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainer.cluster.ranks import Ranks
 from trainer.config import LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
-from trainer.distributed import Ranks
 from trainer.faults import GRADIENT_FAULT
 from trainer.losses.wmse import wmse_loss_with_status
 from trainer.metrics import LossSums

@@ -15,9 +15,9 @@ from torch import nn
 from trainer.batch_norm import BatchNormStatistics
 from trainer.bench.timing import spread, synchronize
 from trainer.checkpoint import checkpoint_path, load_checkpoint, plain_names
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.device import choose_device
-from trainer.distributed import Ranks
 from trainer.errors import InputError
 from trainer.machine import provenance
 from trainer.model import build_model

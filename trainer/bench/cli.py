@@ -147,7 +147,7 @@ def _check(own: Options) -> None:
         load_matplotlib()
         if own.plot.suffix not in PICTURES:
             raise InputError(f"--plot {own.plot}: give a name that ends in {' or '.join(PICTURES)}")
-    from trainer.distributed import find_ranks
+    from trainer.cluster.ranks import find_ranks
 
     if own.kind not in OVER_RANKS and find_ranks().world_size > 1:
         raise InputError(

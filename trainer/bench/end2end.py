@@ -21,11 +21,13 @@ import torch
 from trainer.bench.compute import FixedSteps, percent_of, sizes, step_figures, step_times, warm_up
 from trainer.bench.phases import PHASES, StepProfiler, covered_ns, device_ms, host_ranges
 from trainer.bench.timing import MIN_WINDOWS, spread
+from trainer.cluster.ranks import Ranks, find_ranks
 from trainer.config import Config
 from trainer.device import choose_device
-from trainer.distributed import Ranks, find_ranks, process_group
+from trainer.distributed import process_group
 from trainer.machine import provenance
 from trainer.run_folder import start_logging
+from trainer.run_state import RunState
 from trainer.setup import Run, set_up
 from trainer.signals import StopRequest
 
@@ -37,7 +39,7 @@ COMPUTE_SHARE = 0.3  # of the time, half before and half after the loop, for the
 ENDLESS_EPOCHS = 1_000_000  # the time ends the run, not the set
 OVERHEAD = ("agree", "rest")  # of the loop, but for waiting for data
 
-Train = Callable[[Run, StopRequest], int]
+Train = Callable[[Run, StopRequest, RunState], int]
 
 
 def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path | None = None) -> dict[str, Any] | None:
@@ -149,8 +151,10 @@ def watch_training(run: Run, seconds: float, train: Train) -> Watch:
     parts: Any = run
     parts.step = _WatchedStep(step, watch, stop)
     parts.loader = lambda first_step: _WatchedLoader(make_loader(first_step), watch)
+    state = RunState(run.run_dir, run.ranks)
+    state.start(max_idle_restarts=1)
     try:
-        train(run, stop)
+        train(run, stop, state)
     finally:
         parts.step, parts.loader = step, make_loader
     return watch
@@ -200,7 +204,7 @@ def note_start(watch: Watch, stop: StopRequest, now: float) -> None:
     if watch.measured:
         if done == watch.measured + watch.to_profile:
             watch.events = watch.profiler.stop()
-            stop.asked = True
+            stop.ask()
     elif done >= MIN_WINDOWS and now - watch.starts[0] >= watch.seconds:
         watch.measured = done
         affordable = int(PROFILED_SHARE * done)

@@ -18,10 +18,10 @@ import torch
 from trainer.bench.compute import MIN_CALLS, FixedSteps, peak_memory, sizes, take_agreed_turns, warm_up
 from trainer.bench.synthetic import synthetic_run, synthetic_views, write_index_only
 from trainer.bench.timing import Window, spread, timed
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.config_load import save_config
 from trainer.device import choose_device
-from trainer.distributed import Ranks
 from trainer.errors import InputError
 from trainer.machine import provenance
 from trainer.setup import rows_together

@@ -8,9 +8,9 @@ from nvidia.dali import __version__ as dali_version
 
 from trainer.bench.loading import WARMUP_STEPS, endless_loader, measure, settings_used, warm_up
 from trainer.bench.timing import spread
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.device import choose_device
-from trainer.distributed import Ranks
 from trainer.machine import provenance
 
 WINDOWS = 5

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.bench.loading import WARMUP_STEPS, Loaders, endless_loader, in_turns, settings_used
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.loader import own_cores
 from trainer.device import choose_device
-from trainer.distributed import Ranks
 from trainer.machine import provenance
 
 ROUNDS = 3

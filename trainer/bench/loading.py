@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from trainer.bench.timing import spread, synchronize
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.index import Index
@@ -18,7 +19,6 @@ from trainer.data.loader import Batch, ViewLoader, own_cores, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.shards import list_shards
 from trainer.device import choose_device
-from trainer.distributed import Ranks
 from trainer.setup import open_shared_index
 
 WARMUP_STEPS = 3

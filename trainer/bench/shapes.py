@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.distributed import Ranks, own_rows, slice_group_size
+from trainer.distributed import own_rows, slice_group_size
 from trainer.errors import InputError
 
 

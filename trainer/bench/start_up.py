@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 
 import trainer.setup  # noqa: F401 (a rank's imports: torch, timm, DALI)
+from trainer.cluster.ranks import Ranks
 from trainer.config import ViewsConfig
 from trainer.data.index import open_index
 from trainer.data.plan import Planner
-from trainer.distributed import Ranks, own_rows
+from trainer.distributed import own_rows
 
 
 def memory() -> dict[str, int]:

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, eval_requests
 from trainer.data.views import eval_recipe
 from trainer.device import autocast_dtype
-from trainer.distributed import Ranks, one_rank_a_node_first
+from trainer.distributed import one_rank_a_node_first
 from trainer.errors import InputError
 from trainer.model import Model
 

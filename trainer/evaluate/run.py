@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import choose_checkpoint, load_checkpoint
+from trainer.cluster.ranks import Ranks, find_ranks
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.device import choose_device
-from trainer.distributed import Ranks, find_ranks, process_group
+from trainer.distributed import process_group
 from trainer.errors import InputError
 from trainer.evaluate.features import Encode, Features, Place, extract, raw_pixels, trained_encoder, untrained_encoder
 from trainer.evaluate.knn import knn_top1

@@ -1,0 +1,110 @@
+"""Which rank this process is: from torchrun's variables, from srun's, or alone. Needs neither torch nor SLURM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from trainer.cluster.nodes import expand_tasks
+from trainer.errors import InputError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among all ranks of the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Number of this rank on its node: the GPU it takes."""
+    local_world_size: int = 1
+    """Ranks on this node."""
+    job_id: str = ""
+    """SLURM's job id, as 123 or 123_4 for a task of an array; empty outside SLURM."""
+    restarts: int = 0
+    """How often SLURM has requeued the job, or torchrun has restarted its workers."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes files and logs."""
+        return self.rank == 0
+
+
+def find_ranks(env: Mapping[str, str] | None = None) -> Ranks:
+    """Read the environment that torchrun, srun or `wmse launch` left; without one this process is alone.
+
+    Raises InputError naming the variable if one is missing, is no number or contradicts another, and for kinds of SLURM jobs
+    that can't train: heterogeneous ones, and several tasks on one core.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env or "WORLD_SIZE" in env:
+        ranks = _of_torchrun(env)
+    elif "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        ranks = _of_srun(env)
+    else:
+        ranks = Ranks()
+    restarts = _number(env, "SLURM_RESTART_COUNT", 0) + _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    return replace(ranks, job_id=slurm_job_id(env), restarts=restarts)
+
+
+def slurm_job_id(env: Mapping[str, str]) -> str:
+    """The id by which squeue knows this job, empty outside SLURM."""
+    if "SLURM_ARRAY_JOB_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '')}"
+    return env.get("SLURM_JOB_ID", "")
+
+
+def _of_torchrun(env: Mapping[str, str]) -> Ranks:
+    rank = _number(env, "RANK")
+    world_size = _number(env, "WORLD_SIZE")
+    if world_size < 1 or rank >= world_size:
+        raise InputError(
+            f"RANK is {rank} and WORLD_SIZE {world_size}: ranks count from 0 to WORLD_SIZE - 1. If they are left over from "
+            "another job, `unset RANK WORLD_SIZE`"
+        )
+    return Ranks(rank, world_size, _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1))
+
+
+def _of_srun(env: Mapping[str, str]) -> Ranks:
+    for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
+        if _number(env, name, 1) > 1:
+            raise InputError(
+                f"this is a heterogeneous SLURM job ({name} is {env[name]}): all ranks need the same kind of node; submit "
+                "one job without components (no ':' or '#SBATCH hetjob')"
+            )
+    if env.get("SLURM_OVERCOMMIT", "0") not in ("", "0"):
+        raise InputError(
+            "srun was called with --overcommit, so ranks would share cores: ask for a core or more per task"
+        )
+    rank = _number(env, "SLURM_PROCID")
+    world_size = _number(env, "SLURM_STEP_NUM_TASKS")
+    tasks = expand_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
+    node = _number(env, "SLURM_NODEID", 0)
+    if rank >= world_size or sum(tasks) != world_size or node >= len(tasks):
+        raise InputError(
+            f"srun's variables contradict each other: SLURM_PROCID {rank}, SLURM_STEP_NUM_TASKS {world_size}, "
+            f"SLURM_STEP_TASKS_PER_NODE {env.get('SLURM_STEP_TASKS_PER_NODE')}, SLURM_NODEID {node}"
+        )
+    return Ranks(rank, world_size, _number(env, "SLURM_LOCALID"), tasks[node])
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        found = "not set" if text is None else repr(text)
+        raise InputError(
+            f"the environment variable {name} is {found}: it must be a whole number, as torchrun or srun sets it"
+        )
+    return int(text)
+
+
+def launch_warnings(ranks: Ranks, env: Mapping[str, str] | None = None) -> list[str]:
+    """What looks like a mistake in the way this process was started, as sentences for the log."""
+    env = os.environ if env is None else env
+    tasks = env.get("SLURM_NTASKS", "1")
+    if ranks.world_size == 1 and "SLURM_STEP_ID" not in env and tasks.isdecimal() and int(tasks) > 1:
+        return [f"this SLURM job has {tasks} tasks, but only one rank runs: start the command with srun"]
+    return []

@@ -1,0 +1,242 @@
+"""How the ranks of a job meet: one store on the node of rank 0, and a comparison of what must be the same before they train.
+
+torchrun brings its own store. Otherwise rank 0 opens one at MASTER_ADDR and MASTER_PORT if these are set; under srun they need
+not be: the address is the first node's, and the port is the first free one of a few that follow from the job's id.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer.cluster.nodes import expand_nodes
+from trainer.cluster.ranks import Ranks
+from trainer.errors import BAD_INPUT, FAILED, InputError
+from trainer.faults import TrainingFailedError
+
+_log = logging.getLogger(__name__)
+_FIRST_PORT = 12_000  # below Linux's range for outgoing connections, which begins at 32,768
+_PORT_RANGE = 20_000
+_NUM_PORTS = 8
+_JOB_KEY = "job"
+_VERDICT_KEY = "verdict"
+_READERS_KEY = "readers"
+_READ_SECONDS = 5.0
+_CONNECT_SECONDS = 2.0
+_SAY_SECONDS = 30.0  # a wait for other ranks is logged this often
+# settings that may differ between ranks: where a node keeps its copy of the data, and how many threads read it
+_MAY_DIFFER = ("host", "gpu", "data.root", "data.threads")
+
+
+def meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """The store of all ranks of this job, opened by rank 0.
+
+    Raises InputError if MASTER_ADDR and MASTER_PORT are needed and not set, if rank 0 can't listen there, or if another job
+    does; torch's DistError if rank 0 does not come within `timeout`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host = os.environ["MASTER_ADDR"]
+        store = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), ranks.world_size, False, timeout)
+        return dist.PrefixStore(f"wmse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    host, ports = _address(ranks)
+    job = _job_key()
+    if ranks.is_first:
+        store = _listen(host, ports, ranks, timeout)
+        store.set(_JOB_KEY, job)
+        return store
+    return _connect(host, ports, job, ranks, timeout)
+
+
+def _job_key() -> str:
+    """What only the ranks of this start of this job have in common; empty if they were started by hand."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return ".".join(os.environ.get(name, "0") for name in names) if "SLURM_STEP_ID" in os.environ else ""
+
+
+def _address(ranks: Ranks) -> tuple[str, list[int]]:
+    """Host and ports at which the ranks may meet."""
+    env = os.environ
+    host = env.get("MASTER_ADDR", "")
+    port = env.get("MASTER_PORT", "")
+    if "SLURM_STEP_ID" in env:
+        nodes = expand_nodes(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+        host = host or (nodes[0] if len(nodes) > 1 else "127.0.0.1")
+        first = zlib.crc32(_job_key().encode())
+        ports = [_FIRST_PORT + (first + 997 * i) % _PORT_RANGE for i in range(_NUM_PORTS)]
+    else:
+        ports = []
+    if port:
+        if not (port.isdecimal() and 0 < int(port) < 65_536):
+            raise InputError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1024 to 65535")
+        ports = [int(port)]
+    if not host or not ports:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        raise InputError(
+            f"{ranks.world_size} ranks, but {' and '.join(missing)} not set: start with `wmse launch`, torchrun or srun, or "
+            "set them"
+        )
+    return host, ports
+
+
+def _listen(host: str, ports: list[int], ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
+    """Open the store on one address only: torch's own default is every address of the node."""
+    reason: Exception | None = None
+    for port in ports:
+        try:
+            family, address = _own_address(host)
+            listener = socket.create_server((address, port), family=family, backlog=1024)
+        except OSError as error:
+            reason = error
+            continue
+        # torch takes the descriptor over; "wait_for_workers" would block before a stranger can be told apart
+        return dist.TCPStore(
+            address, port, ranks.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    where = f"MASTER_ADDR {host}, MASTER_PORT {', '.join(map(str, ports))}"
+    raise InputError(
+        f"rank 0 can't listen on {where} ({reason}): set MASTER_ADDR to an address of rank 0's node, and MASTER_PORT to a "
+        "free port"
+    )
+
+
+def _own_address(host: str) -> tuple[socket.AddressFamily, str]:
+    """The address that `host` stands for, on the node itself.
+
+    Many systems map a node's own name to a loopback address, which other nodes can't reach. Then the address is taken that
+    this node uses to talk to the second node of the job."""
+    family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    loopback = str(address[0]).startswith("127.") or address[0] == "::1"
+    if loopback and "MASTER_ADDR" not in os.environ and nodes and len(expand_nodes(nodes)) > 1:
+        other = socket.getaddrinfo(expand_nodes(nodes)[1], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(other[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(other[4])  # sends nothing: it only picks the interface
+            return socket.AddressFamily(other[0]), str(probe.getsockname()[0])
+    return socket.AddressFamily(family), str(address[0])
+
+
+def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
+    """Try the ports in turn until one answers with this job's key."""
+    end = time.monotonic() + timeout.total_seconds()
+    say_at = time.monotonic() + _SAY_SECONDS
+    while True:
+        for port in ports:
+            store = _try_port(host, port, ranks, timeout)
+            found = _job_of(store) if store else None
+            if store and found == job:
+                return store
+            if found is not None and len(ports) == 1:
+                raise InputError(
+                    f"rank {ranks.rank}: another job ({found or 'started by hand'}) listens on MASTER_ADDR {host}, MASTER_PORT "
+                    f"{port}: give each job on a node its own MASTER_PORT"
+                )
+        if time.monotonic() >= end:
+            raise dist.DistNetworkError(
+                f"rank 0 did not come to {host}, port {ports[0]}, within {timeout.total_seconds():.0f} s"
+            )
+        if time.monotonic() >= say_at:
+            say_at += _SAY_SECONDS
+            _log.warning("still waiting for rank 0 at %s, port %d", host, ports[0])
+        time.sleep(0.2)
+
+
+def _try_port(host: str, port: int, ranks: Ranks, timeout: timedelta) -> dist.TCPStore | None:
+    """A connection to the store there, None if nothing listens or what listens is no store."""
+    try:
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()  # torch would retry for its whole time-out
+        store = dist.TCPStore(host, port, ranks.world_size, False, timedelta(seconds=2 * _CONNECT_SECONDS))
+        store.set_timeout(timeout)
+        return store
+    except (OSError, dist.DistError, RuntimeError):
+        return None
+
+
+def _job_of(store: dist.TCPStore) -> str | None:
+    """The key of the job whose store this is; None if it has none (another program's, or not yet written)."""
+    for _ in range(10):
+        if store.check([_JOB_KEY]):
+            return store.get(_JOB_KEY).decode()
+        time.sleep(0.1)
+    return None
+
+
+def compare_ranks(
+    store: dist.Store, ranks: Ranks, facts: Mapping[str, Any], timeout: timedelta, first: Callable[[], None]
+) -> None:
+    """Make sure that all ranks have the same facts, before any of them trains.
+
+    facts: plain values by name, such as settings and the commit. Every rank writes its own; rank 0 compares, calls `first`,
+    and writes what became of it. If ranks differ, or `first` raises InputError or TrainingFailedError, all ranks raise it.
+    """
+    own = json.dumps({"host": socket.gethostname(), "world_size": ranks.world_size, **facts}, default=str)
+    store.set(f"rank/{ranks.rank}", own)
+    if not ranks.is_first:
+        verdict = json.loads(_wait(store, _VERDICT_KEY, timeout, "rank 0"))
+        if verdict["code"]:
+            store.add(_READERS_KEY, 1)
+            raise (InputError if verdict["code"] == BAD_INPUT else TrainingFailedError)(verdict["message"])
+        return
+    try:
+        _check_same([json.loads(_wait(store, f"rank/{r}", timeout, f"rank {r}")) for r in range(ranks.world_size)])
+        first()
+    except (InputError, TrainingFailedError) as error:
+        code = BAD_INPUT if isinstance(error, InputError) else FAILED
+        store.set(_VERDICT_KEY, json.dumps({"code": code, "message": str(error)}))
+        _wait_until_read(store, ranks)
+        raise
+    store.set(_VERDICT_KEY, json.dumps({"code": 0}))
+
+
+def _wait(store: dist.Store, key: str, timeout: timedelta, whom: str) -> bytes:
+    """The value of a key that another rank writes. Raises DistError, naming the rank, if it does not come."""
+    try:
+        store.wait([key], timeout)
+    except dist.DistError as error:
+        raise type(error)(f"{whom} did not come within {timeout.total_seconds():.0f} s") from error
+    return store.get(key)
+
+
+def _wait_until_read(store: dist.Store, ranks: Ranks) -> None:
+    """Keep rank 0's store alive until the other ranks know why they end, for some seconds at most."""
+    end = time.monotonic() + _READ_SECONDS
+    while store.add(_READERS_KEY, 0) < ranks.world_size - 1 and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _check_same(all_facts: list[dict[str, Any]]) -> None:
+    """Raises InputError naming each rank and fact that differs from rank 0's."""
+    own = all_facts[0]
+    problems: list[str] = []
+    for rank, facts in enumerate(all_facts):
+        for name in sorted(own.keys() | facts.keys()):
+            may_differ = name in _MAY_DIFFER
+            if facts.get(name) != own.get(name) and not may_differ:
+                problems.append(
+                    f"rank {rank} on {facts['host']} has {name} {facts.get(name)!r}, rank 0 has {own.get(name)!r}"
+                )
+    problems += _shared_devices(all_facts)
+    if problems:
+        listed = "\n".join(f"  - {line}" for line in problems[:20])
+        raise InputError(f"the ranks of this job do not belong together:\n{listed}\nStart all of them by one command")
+
+
+def _shared_devices(all_facts: Iterable[dict[str, Any]]) -> list[str]:
+    """Two ranks on one GPU would wait for each other, or fail in NCCL with a message that names neither."""
+    problems = []
+    taken: dict[tuple[str, str], int] = {}
+    for rank, facts in enumerate(all_facts):
+        device = facts.get("gpu")
+        if device and (earlier := taken.setdefault((facts["host"], device), rank)) != rank:
+            problems.append(
+                f"ranks {earlier} and {rank} on {facts['host']} both use GPU {device}: start one rank per GPU"
+            )
+    return problems

@@ -1,0 +1,169 @@
+"""state.json: what a run is doing and what became of it, for `wmse status`, the evaluator, schedulers and people.
+
+Rank 0 rewrites the file at every change and, from a thread, every few seconds, so that its "heartbeat" tells a run that
+lives from one that was killed. docs/reliability.md lists the keys.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import list_checkpoints
+from trainer.cluster.ranks import Ranks
+from trainer.errors import BAD_INPUT, FAILED, PREEMPTED, InputError
+from trainer.faults import TrainingFailedError
+from trainer.files import write_text
+from trainer.signals import STOP, StopRequest
+
+_log = logging.getLogger(__name__)
+_BEAT_SECONDS = 15.0
+_LOOK_SECONDS = 2.0  # `wmse stop` is noticed this fast
+_LOCK_SECONDS = 3.0  # a write that hangs on its file system must not hold up the end of the process
+
+
+def read_state(run_dir: Path) -> dict[str, Any]:
+    """The content of state.json; empty if there is none, or none of our making."""
+    try:
+        found = json.loads((run_dir / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def stop_file(run_dir: Path) -> Path:
+    """The file by which `wmse stop` asks a run to end."""
+    return run_dir / "stop"
+
+
+class RunState:
+    """The state of the run on this rank. Only rank 0 writes it."""
+
+    def __init__(self, run_dir: Path, ranks: Ranks) -> None:
+        self._run_dir = run_dir
+        self._writes = ranks.is_first
+        self._lock = threading.Lock()
+        self._ranks = ranks
+        self._fields: dict[str, Any] = {}
+
+    @property
+    def starts(self) -> int:
+        """How often this run was started, this time included."""
+        return int(self._fields["starts"])
+
+    def start(self, max_idle_restarts: int) -> None:
+        """Begin to write, and forget an earlier `wmse stop`. The caller holds the folder's lock.
+
+        Raises TrainingFailedError if SLURM has requeued this job `max_idle_restarts` times in a row for no new checkpoint."""
+        before = read_state(self._run_dir)
+        step = self._newest_step()
+        is_idle = self._ranks.restarts > 0 and before.get("first_step") == step
+        idle_starts = _whole(before.get("idle_starts")) + 1 if is_idle else 0
+        self.write(
+            status="starting",
+            exit_code=None,
+            step=step,
+            first_step=step,
+            starts=_whole(before.get("starts")) + 1,
+            idle_starts=idle_starts,
+            world_size=self._ranks.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job={"id": self._ranks.job_id, "restarts": self._ranks.restarts} if self._ranks.job_id else None,
+        )
+        stop_file(self._run_dir).unlink(missing_ok=True)
+        if idle_starts >= max_idle_restarts:
+            raise TrainingFailedError(
+                f"{idle_starts} starts in a row made no checkpoint beyond step {step}, so this job is not requeued: see "
+                f"{self._run_dir / 'log.txt'} for what ended them. Give the job more time or the run more frequent checkpoints "
+                "(checkpoint.every_minutes), and submit it again"
+            )
+
+    def _newest_step(self) -> int:
+        saved = list_checkpoints(self._run_dir / "checkpoints")
+        return saved[-1][0] if saved else 0
+
+    def note(self, **fields: Any) -> None:
+        """Change fields without writing them; the next heartbeat does."""
+        self._fields = {**self._fields, **fields}
+
+    def write(self, **fields: Any) -> None:
+        """Change fields and write the file. A file that can't be written is logged and ends nothing."""
+        self.note(**fields)
+        if not self._writes:
+            return
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            _log.error("can't write %s: an earlier write hangs", self._run_dir / "state.json")
+            return
+        try:
+            times = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "heartbeat": round(time.time(), 3)}
+            write_text(self._run_dir / "state.json", json.dumps(self._fields | times) + "\n")
+        except OSError as error:
+            _log.error("can't write %s (%s): %s", self._run_dir / "state.json", self._fields["status"], error.strerror)
+        finally:
+            self._lock.release()
+
+    def ended(self, status: str, exit_code: int, **fields: Any) -> None:
+        """Write how this start ended. Whatever is written later keeps this status: the first word is the cause."""
+        if self._fields.get("exit_code") is None:
+            self.write(status=status, exit_code=exit_code, **fields)
+
+    def preempted(self) -> None:
+        """Write that a signal ended the process before the loop could."""
+        self.ended("preempted", PREEMPTED, step=self._newest_step())
+
+    def hung(self) -> None:
+        """Write that the watchdog ends the process."""
+        self.ended("failed", FAILED, step=self._newest_step(), message="the run hung: see log.txt")
+
+    def failed(self, error: BaseException) -> None:
+        """Write that an error ends the run, unless this rank never came to hold the folder."""
+        code = BAD_INPUT if isinstance(error, InputError) else FAILED
+        if self._fields:
+            message = str(error).partition("\n")[0] or type(error).__name__
+            self.ended("failed", code, step=self._newest_step(), message=message)
+
+    @contextmanager
+    def heartbeat(self, stop: StopRequest) -> Iterator[None]:
+        """Rewrite the file every few seconds while the block runs, and turn `wmse stop` into a stop request."""
+        if not self._writes:
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(stop, ended), name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(_LOCK_SECONDS)  # it may hang on its file system
+
+    def _beat(self, stop: StopRequest, ended: threading.Event) -> None:
+        last = time.monotonic()
+        while not ended.wait(_LOOK_SECONDS):
+            if not stop.asked and stop_file(self._run_dir).exists():
+                _log.warning("`wmse stop` was called: saving a checkpoint and stopping after the current step")
+                stop.ask(STOP)
+            if time.monotonic() - last >= _BEAT_SECONDS:
+                self.write()
+                last = time.monotonic()
+
+
+def write_queued(run_dir: Path, fields: Mapping[str, Any]) -> None:
+    """Write that the run was submitted and waits for its start. Raises OSError if the file can't be written."""
+    kept = {key: value for key, value in read_state(run_dir).items() if key in ("step", "starts", "total_steps")}
+    state = {"status": "queued", "exit_code": None, **kept, **fields, "heartbeat": round(time.time(), 3)}
+    write_text(run_dir / "state.json", json.dumps({"step": 0, "starts": 0, **state}) + "\n")
+
+
+def _whole(value: object) -> int:
+    """A count from a file that anybody may have written: 0 unless it is a whole number."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
