@@ -154,6 +154,9 @@ class OptimizerConfig:
     accumulation_steps: int = 1
     """Parts of a rank's images whose gradients are added up, one after the other, for less memory. A part holds whole slices,
     so the loss is the same; BatchNorm sees a part, as if there were so many times more ranks."""
+    images_per_micro_batch: int = 0
+    """Largest number of images that a rank puts through the model at once. The number of micro-batches then follows from the
+    number of ranks, so that a run fits the memory on however many nodes it gets. 0: accumulation_steps says it."""
     name: Literal["adam", "lars"] = "lars"
     """adam: weight decay is coupled L2. lars: SimCLR's, with the rate inside the momentum buffer."""
     learning_rate: float = 0.1
@@ -258,6 +261,9 @@ class Config:
     stop_timeout_seconds: float = 60.0
     """After a signal the run saves and ends. If it hangs, so that it can't, it ends with exit code 75 after this long, without
     another checkpoint. Longer than two steps, and shorter than what the scheduler leaves between signal and kill."""
+    allow_idle_ranks: bool = False
+    """If the global batch size does not divide over all ranks, train on as many of them as it does and leave the others idle,
+    instead of refusing to start. `wmse launch --nodes N-M` sets this."""
     max_idle_restarts: int = 3
     """A requeued job fails if this many starts before it, in a row, made no new checkpoint: another start would not either."""
     timeout_minutes: float = 10.0

@@ -46,6 +46,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "loss.eps": (0, 0.99),
     "loss.max_failed_steps": (0, None),
     "optimizer.accumulation_steps": (1, None),
+    "optimizer.images_per_micro_batch": (0, None),
     "optimizer.learning_rate": (0, None),
     "optimizer.weight_decay": (0, None),
     "optimizer.momentum": (0, 1),
@@ -149,6 +150,11 @@ def _accumulation(config: Config) -> list[str]:
     problems = []
     if config.cuda_graphs and not config.compile:
         problems.append("cuda_graphs is true with compile false: set compile to true, it is what records them")
+    if parts > 1 and config.optimizer.images_per_micro_batch:
+        problems.append(
+            f"optimizer.accumulation_steps is {parts} and optimizer.images_per_micro_batch "
+            f"{config.optimizer.images_per_micro_batch}: give one"
+        )
     if parts > 1 and images % (parts * config.loss.slice_size):
         problems.append(
             f"optimizer.accumulation_steps is {parts}: data.images_per_step {images} does not divide into so many parts of "

@@ -59,6 +59,11 @@ def save_config(config: Config, path: Path) -> None:
 
 def _yaml_words(path: Path, problems: list[str]) -> list[str]:
     """The file as command-line words, so that both go through one conversion."""
+    return list(_words_of(read_yaml(path), "", problems))
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """The mapping in a YAML file. Raises InputError if there is none, or if a key stands in it twice."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 # a SafeLoader
     except FileNotFoundError:
@@ -69,7 +74,7 @@ def _yaml_words(path: Path, problems: list[str]) -> list[str]:
         raise InputError(f"config {path} is empty: it must hold settings; configs/ has one for each recipe")
     if not isinstance(tree, dict):
         raise InputError(f"config {path} must be a mapping of settings, it is a {type(tree).__name__}")
-    return list(_words_of(tree, "", problems))
+    return tree
 
 
 def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterable[str]:

@@ -10,16 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.cluster.ranks import Ranks
+from trainer.cluster.cores import core_warnings, own_cores
+from trainer.cluster.ranks import Ranks, launch_warnings
 from trainer.config import Config, peak_learning_rate
 from trainer.data.index import open_index
 from trainer.device import autocast_dtype
-from trainer.distributed import own_rows, slice_group_size
 from trainer.errors import InputError
+from trainer.geometry import batch_norm_images, micro_batches, own_rows, rows_together, slice_group_size
 from trainer.machine import git_commit
 from trainer.model import Model
 from trainer.schedule import build_schedule, side_steps
-from trainer.setup import Run, check_set_size, images_per_part, rows_together
+from trainer.setup import Run, check_set_size
 
 _log = logging.getLogger(__name__)
 _MEASURED_IMAGES = 2  # of which the dry run measures a forward
@@ -49,7 +50,12 @@ def describe_run(run: Run) -> None:
         dtype
     ]
     _log.info("encoder and projector in %s, whitening and loss in float32", precision)
-    for line in without_effect(run.config, run.ranks.world_size, run.device):
+    threads = run.config.data.threads or own_cores()
+    for line in [
+        *without_effect(run.config, run.ranks.world_size, run.device),
+        *launch_warnings(run.ranks),
+        *core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda"),
+    ]:
         _log.warning(line)
     for line in plan_lines(run.config, len(run.index), run.ranks.world_size):
         _log.info(line)
@@ -60,8 +66,8 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
     images = config.data.images_per_step
     per_rank = own_rows(Ranks(0, world_size), images, rows_together(config)).count
     group = slice_group_size(per_rank, world_size, rows_together(config))
-    part = images_per_part(config, per_rank)
-    in_parts = f", {per_rank // part} parts of {part} images one after the other" if part < per_rank else ""
+    parts = micro_batches(config, per_rank)
+    in_parts = f", {parts} micro-batches of {per_rank // parts} images one after the other" if parts > 1 else ""
     steps_per_epoch = num_images // images
     s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views
     slices = images // loss.slice_size * views * loss.iterations
@@ -85,7 +91,8 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
         *early,
         f"whitening: {slices} slices of {loss.slice_size} x {config.model.embedding_size} a step, {together}",
         f"BatchNorm: encoder {config.model.encoder_batch_norm}, projector {config.model.projector_batch_norm}, "
-        f"statistics of {'all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",
+        f"statistics of {batch_norm_images(config, world_size)} images at a time, "
+        f"{'over all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",
     ]
 
 
@@ -108,7 +115,8 @@ def dry_run(config: Config, world_size: int) -> list[str]:
     """The plan of a run without starting it, and its memory. The set is counted where it is there, else
     data.expected_images is taken."""
     lines = plan_lines(config, _count_images(config), world_size)
-    images = images_per_part(config, config.data.images_per_step // world_size)
+    per_rank = config.data.images_per_step // world_size
+    images = per_rank // micro_batches(config, per_rank)
     memory = estimate_memory(config, images * config.views.num_views)
     gib = 2**30
     lines.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,8 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.rendezvous import compare_ranks, meet
-from trainer.data.plan import Rows
-from trainer.errors import InputError
 
 T = TypeVar("T")
 
@@ -62,32 +59,6 @@ def process_group(
 def is_of_lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or late: the cause is that one's, and in its own log lines."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
-
-
-def own_rows(ranks: Ranks, images_per_step: int, rows_together: int = 1) -> Rows:
-    """The consecutive images of a step that this rank holds. Raises InputError where they do not divide, naming the nearest
-    number that does and is a multiple of `rows_together`."""
-    if images_per_step % ranks.world_size:
-        unit = math.lcm(ranks.world_size, rows_together)
-        near = max(round(images_per_step / unit), 1) * unit
-        raise InputError(
-            f"data.images_per_step is {images_per_step}, which {ranks.world_size} ranks can't share evenly: take {near}"
-        )
-    count = images_per_step // ranks.world_size
-    return Rows(ranks.rank * count, count)
-
-
-def slice_group_size(images_per_rank: int, world_size: int, rows_together: int) -> int:
-    """Ranks whose images are whitened together: one where a rank's images are a multiple of `rows_together` (a slice, or a
-    block of permutation), else as many neighbours as make them one. Raises InputError where no number of ranks does."""
-    size = math.lcm(images_per_rank, rows_together) // images_per_rank
-    if world_size % size:
-        raise InputError(
-            f"{world_size} ranks of {images_per_rank} images can't be grouped into multiples of {rows_together} rows "
-            f"(a slice, or loss.permutation_block): data.images_per_step must be a multiple of {rows_together}, and the "
-            f"number of ranks a multiple of {size}"
-        )
-    return size
 
 
 def make_slice_group(size: int, ranks: Ranks, timeout_minutes: float) -> Any:

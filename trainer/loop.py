@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import replace
 
 from trainer.cluster.ranks import find_ranks
 from trainer.config import Config, flatten
@@ -20,11 +21,12 @@ from trainer.device import choose_device
 from trainer.distributed import is_of_lost_rank, process_group
 from trainer.errors import DONE, FAILED, PREEMPTED
 from trainer.faults import TrainingFailedError
+from trainer.geometry import usable_ranks
 from trainer.machine import git_commit
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
-from trainer.run_state import RunState, stop_file
+from trainer.run_state import RunState, stop_file, wait_for_end
 from trainer.saver import Saver
 from trainer.setup import Run, set_up
 from trainer.signals import GO_ON, PREEMPT, STOP, StopRequest
@@ -42,6 +44,11 @@ def pretrain(config: Config, stop: StopRequest) -> int:
     if ranks.restarts and stop_file(run_dir).exists():
         _log.warning("%s was stopped by `wmse stop`: a requeued job does not go on with it", run_dir)
         return DONE
+    if config.allow_idle_ranks:
+        used = usable_ranks(config, ranks.world_size)
+        if ranks.rank >= used:
+            return wait_for_end(run_dir, stop, config.stop_timeout_seconds)
+        ranks = replace(ranks, world_size=used)
     with ExitStack() as stack:
         device = choose_device(config, ranks)
         state = RunState(run_dir, ranks)

@@ -13,6 +13,7 @@ from trainer.data.bad_images import drop_quarantine_after
 from trainer.data.plan import PLAN_VERSION
 from trainer.distributed import agree
 from trainer.errors import InputError
+from trainer.geometry import batch_norm_images
 from trainer.metrics import LossSums
 from trainer.saver import Saver
 from trainer.setup import Run
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # settings that may change between restarts without changing what is learnt
 _FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes",
-         "stop_timeout_seconds", "max_idle_restarts", "compile", "cuda_graphs",
+         "stop_timeout_seconds", "max_idle_restarts", "allow_idle_ranks", "compile", "cuda_graphs",
          "data.root",
          "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
          "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint",
@@ -80,7 +81,14 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
     if run.step.loss_scale and content.get("loss_scale"):
         run.step.loss_scale.load(content["loss_scale"])
     if content["world_size"] != run.ranks.world_size:
-        _log.info("saved by %d rank(s), going on with %d", content["world_size"], run.ranks.world_size)
+        before = batch_norm_images(run.config, content["world_size"])
+        now = batch_norm_images(run.config, run.ranks.world_size)
+        _log.info(
+            "saved by %d rank(s), going on with %d: images, views and slices of each step stay the same, BatchNorm %s",
+            content["world_size"],
+            run.ranks.world_size,
+            "too" if before == now else f"takes its statistics from {now} images at a time instead of {before}",
+        )
     _log.info("going on after step %d", content["step"])
     return int(content["step"])
 

@@ -25,6 +25,7 @@ from trainer.files import write_text
 from trainer.signals import STOP, StopRequest
 
 _log = logging.getLogger(__name__)
+FINAL = ("done", "paused", "stopped", "failed")  # the run is over; other states go on, or wait to
 _BEAT_SECONDS = 15.0
 _LOOK_SECONDS = 2.0  # `wmse stop` is noticed this fast
 _LOCK_SECONDS = 3.0  # a write that hangs on its file system must not hold up the end of the process
@@ -32,8 +33,17 @@ _LOCK_SECONDS = 3.0  # a write that hangs on its file system must not hold up th
 
 def read_state(run_dir: Path) -> dict[str, Any]:
     """The content of state.json; empty if there is none, or none of our making."""
+    return _read_json(run_dir / "state.json")
+
+
+def read_launch(run_dir: Path) -> dict[str, Any]:
+    """The content of launch.json, which `wmse launch` writes; empty if there is none, or none of our making."""
+    return _read_json(run_dir / "launch.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run_dir / "state.json").read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -155,6 +165,20 @@ class RunState:
             if time.monotonic() - last >= _BEAT_SECONDS:
                 self.write()
                 last = time.monotonic()
+
+
+def wait_for_end(run_dir: Path, stop: StopRequest, timeout_seconds: float) -> int:
+    """Wait on a rank that has nothing to do until the others have ended; returns the exit code of the run.
+
+    The rank stays because srun and torchrun may take an early end for a failure."""
+    began = time.time()
+    stop.allow(timeout_seconds)
+    _log.warning("the global batch size does not divide over all ranks: this rank stays idle")
+    while True:
+        state = read_state(run_dir)
+        if state.get("exit_code") is not None and state.get("heartbeat", 0) > began:
+            return int(state["exit_code"])
+        time.sleep(_LOOK_SECONDS)
 
 
 def write_queued(run_dir: Path, fields: Mapping[str, Any]) -> None:

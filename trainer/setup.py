@@ -15,16 +15,16 @@ from kernels.backends import why_not
 from trainer.checkpoint import list_checkpoints, load_encoder
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.config_check import divisors
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype
-from trainer.distributed import make_slice_group, one_rank_a_node_first, own_rows, slice_group_size, wrap_model
+from trainer.distributed import make_slice_group, one_rank_a_node_first, wrap_model
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
 from trainer.files import atomic_write
+from trainer.geometry import micro_batches, own_rows, rows_together, slice_group_size
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer
 from trainer.schedule import Schedule, build_schedule, side_steps
@@ -122,7 +122,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         rows=rows,
     )
     group_size = slice_group_size(rows.count, ranks.world_size, rows_together(config))
-    images_per_part(config, rows.count)
+    parts = micro_batches(config, rows.count)
     model = build_model(config, ranks).to(device)
     if config.init_from:
         load_encoder(model, Path(config.init_from))
@@ -137,7 +137,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
             ranks,
             device,
             compression=config.gradient_compression,
-            accumulates=config.optimizer.accumulation_steps > 1,
+            accumulates=parts > 1,
         ),
         optimizer,
         config.loss,
@@ -145,7 +145,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         autocast_dtype=autocast_dtype(config, device),
         ranks=ranks,
         slice_group=make_slice_group(group_size, ranks, config.timeout_minutes),
-        accumulation_steps=config.optimizer.accumulation_steps,
+        accumulation_steps=parts,
     )
     return Run(
         config=config,
@@ -239,19 +239,3 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool = False, backend: str =
     silently. Shapes are fixed: one compilation for each size of the views."""
     mode = "reduce-overhead" if cuda_graphs else None
     model.compile(fullgraph=True, dynamic=False, backend=backend, mode=mode)
-
-
-def images_per_part(config: Config, images_per_rank: int) -> int:
-    """Images that go through the encoder together. Raises InputError where a rank's do not divide into whole slices."""
-    parts, unit = config.optimizer.accumulation_steps, rows_together(config)
-    if parts > 1 and images_per_rank % (parts * unit):
-        raise InputError(
-            f"optimizer.accumulation_steps is {parts}: the {images_per_rank} images of a rank do not divide into so many parts "
-            f"of whole slices (multiples of {unit} images); " + f"take {divisors(images_per_rank // unit)}"
-        )
-    return images_per_rank // parts
-
-
-def rows_together(config: Config) -> int:
-    """Images of one step that can't be split over slice groups: a slice, or a block that is permuted."""
-    return config.loss.permutation_block if config.loss.iterations > 1 else config.loss.slice_size

@@ -22,10 +22,10 @@ from rich.table import Table
 from benchmarks.peers.loaders import compare_loaders
 from benchmarks.peers.optimizers import compare_optimizers
 from trainer.bench.loss import bench_config
+from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.config_load import load_config
-from trainer.data.loader import own_cores
 from trainer.device import choose_device
 from trainer.errors import BAD_INPUT, DONE, InputError
 from trainer.machine import provenance

@@ -19,7 +19,7 @@ from PIL import Image
 from trainer.config import DataConfig, ViewsConfig
 from trainer.data.bad_images import drop_quarantine_after, read_quarantine
 from trainer.data.index import Index, open_index
-from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, own_cores, train_requests
+from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.views import eval_recipe, view_arrays
 from trainer.errors import InputError
@@ -446,16 +446,6 @@ def test_a_failure_of_dali_itself_is_not_taken_for_a_bad_image(index):
     with pytest.raises(RuntimeError, match="DALI failed in step 0, though every image decodes"):
         keep(loader(index, requests=lambda step: broken))
     assert own_threads() == []
-
-
-def test_ranks_of_one_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert own_cores() == 16
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert own_cores() == 4
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    assert own_cores() == 1
 
 
 SIDES = ((0, 8), (5, 16))  # first step, side

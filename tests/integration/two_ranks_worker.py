@@ -12,7 +12,8 @@ import torch
 from trainer.cluster.ranks import find_ranks
 from trainer.config import LossConfig, ModelConfig, ViewsConfig
 from trainer.data.plan import Rows, slice_permutations
-from trainer.distributed import make_slice_group, own_rows, process_group, slice_group_size, wrap_model
+from trainer.distributed import make_slice_group, process_group, wrap_model
+from trainer.geometry import own_rows, slice_group_size
 from trainer.metrics import LossSums
 from trainer.model import Model
 from trainer.setup import compile_model

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.device import autocast_dtype
-from trainer.distributed import make_slice_group, one_rank_a_node_first, own_rows, slice_group_size
+from trainer.distributed import make_slice_group, one_rank_a_node_first
 from trainer.errors import InputError
+from trainer.geometry import own_rows, slice_group_size
 
 
 def test_only_one_rank_of_all_is_the_first() -> None:

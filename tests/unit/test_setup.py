@@ -12,7 +12,8 @@ from trainer.config_load import load_config
 from trainer.data.index import open_index
 from trainer.data.plan import Rows, slice_permutations
 from trainer.errors import InputError
-from trainer.setup import Run, check_set_size, images_per_part, open_cache, rows_together, set_up
+from trainer.geometry import micro_batches, rows_together
+from trainer.setup import Run, check_set_size, open_cache, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
@@ -57,7 +58,7 @@ def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path,
     assert run_of(tiny_set, tiny_config, *words).step.accumulation_steps == 3
     config = load_config(tiny_config, [*words, "--loss.iterations", "2", "--loss.permutation_block", "48"])
     with pytest.raises(InputError, match=r"accumulation_steps is 3: the 48 images .*multiples of 48 images.*; take 1$"):
-        images_per_part(config, 48)
+        micro_batches(config, 48)
 
 
 def test_blocks_are_kept_together_only_where_they_are_permuted(tiny_config: Path) -> None:

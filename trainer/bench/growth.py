@@ -23,8 +23,8 @@ from trainer.config import Config
 from trainer.config_load import save_config
 from trainer.device import choose_device
 from trainer.errors import InputError
+from trainer.geometry import rows_together
 from trainer.machine import provenance
-from trainer.setup import rows_together
 
 VIEWS = (1, 2, 4, 8)  # 1: W-MSE has no pairs then, so encoder and projector alone
 BATCHES = (1, 2, 4)  # times the images that are whitened together

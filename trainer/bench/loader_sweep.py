@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.bench.loading import WARMUP_STEPS, Loaders, endless_loader, in_turns, settings_used
+from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.data.loader import own_cores
 from trainer.device import choose_device
 from trainer.machine import provenance
 

@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 
 from trainer.bench.timing import spread, synchronize
+from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.index import Index
-from trainer.data.loader import Batch, ViewLoader, own_cores, train_requests
+from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.shards import list_shards
 from trainer.device import choose_device

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.distributed import own_rows, slice_group_size
 from trainer.errors import InputError
+from trainer.geometry import micro_batches, own_rows, rows_together, slice_group_size
 
 
 class LossShape(NamedTuple):
@@ -41,13 +41,13 @@ RECIPE_SHAPES = (  # of the experiments in configs/, each on one rank
 def shape_of_config(config: Config, num_ranks: int) -> LossShape:
     """What one of `num_ranks` ranks whitens in a step of the experiment: its own images (with accumulation those of a part), or
     those of its slice group where neighbours whiten theirs together. InputError for ranks that cannot share the step."""
-    from trainer.setup import images_per_part, rows_together  # loads DALI, which shapes given by hand do without
-
     together = rows_together(config)
     images_per_rank = own_rows(Ranks(0, num_ranks), config.data.images_per_step, together).count
     return LossShape(
         num_views=config.views.num_views,
-        num_images=images_per_part(config, images_per_rank) * slice_group_size(images_per_rank, num_ranks, together),
+        num_images=images_per_rank
+        // micro_batches(config, images_per_rank)
+        * slice_group_size(images_per_rank, num_ranks, together),
         slice_size=config.loss.slice_size,
         embedding_size=config.model.embedding_size,
         iterations=config.loss.iterations,

@@ -20,7 +20,7 @@ from trainer.cluster.ranks import Ranks
 from trainer.config import ViewsConfig
 from trainer.data.index import open_index
 from trainer.data.plan import Planner
-from trainer.distributed import own_rows
+from trainer.geometry import own_rows
 
 
 def memory() -> dict[str, int]:

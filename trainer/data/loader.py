@@ -9,7 +9,6 @@ Shapes: N images of this rank in the step, d views, S pixels a side.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer.cluster.cores import own_cores
 from trainer.config import DataConfig, ViewsConfig
 from trainer.data.bad_images import BadImages, read_quarantine
 from trainer.data.decode_cache import DecodeCache
@@ -32,11 +32,6 @@ from trainer.data.plan import Planner
 from trainer.data.reading import ImageReader
 from trainer.data.views import Placement, eval_arrays, view_arrays, view_pipeline
 from trainer.errors import InputError
-
-
-def own_cores() -> int:
-    """Cores for this rank: those it may use, shared with the ranks that torchrun started beside it (srun binds each)."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class Request(NamedTuple):

@@ -1,0 +1,248 @@
+"""`wmse launch`: checks runs, then starts them on this machine or submits them to SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.cluster.jobs import ACTIVE, find_jobs
+from trainer.cluster.local import run_local
+from trainer.cluster.nodes import parse_node_count
+from trainer.cluster.site import Site, evaluator_site
+from trainer.cluster.slurm import batch_script, job_parameters, submit
+from trainer.cluster.snapshot import save_settings, take_snapshot
+from trainer.config import Config
+from trainer.config_load import KEYS, load_config
+from trainer.data.index import open_index
+from trainer.describe import plan_lines
+from trainer.errors import DONE, InputError
+from trainer.files import write_text
+from trainer.geometry import batch_norm_images, micro_batches, usable_ranks
+from trainer.machine import git_commit
+from trainer.run_folder import open_run_folder
+from trainer.run_state import read_launch, read_state, write_queued
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    config: Path
+    settings: Sequence[str]
+    """Words such as --seed 1, over the config."""
+    array: str
+    """KEY=V1,V2,...: a run for each value; empty for a single run."""
+    nodes: str
+    """A number of nodes, or a range such as 4-8."""
+    ranks_per_node: int
+    site: Site
+    with_evaluator: bool
+    data_on_nodes: bool
+    """The data set is not to be seen from here."""
+
+
+def launch(request: Request, cluster: str, *, dry_run: bool) -> int:
+    """Check all runs of the request, then start or submit them. Returns the exit code; 0 when the jobs are submitted.
+
+    Raises InputError before anything is started if one of the runs can't be trained as asked.
+    """
+    nodes = parse_node_count(request.nodes)
+    if request.ranks_per_node < 1:
+        raise InputError(f"--ranks_per_node is {request.ranks_per_node}: give at least 1")
+    if cluster == "local" and nodes != (1, 1):
+        raise InputError(
+            f"--nodes is {request.nodes} with --cluster local, which is this one machine: leave --nodes out"
+        )
+    configs = [_fit_to_nodes(config, nodes, request.ranks_per_node) for config in _configs(request)]
+    for config in configs:
+        _check(config, nodes, request)
+    if cluster == "local":
+        return _start_here(configs, request, dry_run=dry_run)
+    if dry_run:
+        folder = _common_folder(configs)
+        parameters = _parameters(configs, nodes, request, folder / "code")
+        print(batch_script(folder / "slurm", parameters, len(configs)))
+    else:
+        _submit(configs, nodes, request)
+    return DONE
+
+
+def _configs(request: Request) -> list[Config]:
+    """The settings of every run, with absolute paths. An array has a folder per value below the run_dir given."""
+    if not request.array:
+        return [_absolute(load_config(request.config, request.settings))]
+    key, equals, listed = request.array.partition("=")
+    values = [value for value in listed.split(",") if value]
+    if not equals or not values or (key != "config" and key not in KEYS):
+        raise InputError(
+            f"--array is {request.array!r}: give a setting and its values, as seed=0,1,2, or config=a.yaml,b.yaml"
+        )
+    if len(set(values)) < len(values):
+        raise InputError(f"--array is {request.array!r}: a value stands twice")
+    configs = []
+    for value in values:
+        config = (
+            load_config(Path(value), request.settings)
+            if key == "config"
+            else load_config(request.config, [*request.settings, f"--{key}={value}"])
+        )
+        name = Path(value).stem if key == "config" else value.replace("/", "_")
+        configs.append(_absolute(replace(config, run_dir=f"{config.run_dir}/{key.rpartition('.')[2]}-{name}")))
+    return configs
+
+
+def _absolute(config: Config) -> Config:
+    """The same settings with paths that hold in any working directory."""
+
+    def full(path: str) -> str:
+        return os.path.abspath(os.path.expanduser(path)) if path else path
+
+    data = replace(config.data, root=full(config.data.root))
+    return replace(config, run_dir=full(config.run_dir), init_from=full(config.init_from), data=data)
+
+
+def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -> Config:
+    """Settings with which the run trains on any number of nodes of the range: the same global batch, and micro-batches as large
+    as on the largest number of nodes."""
+    least, most = nodes
+    if least == most:
+        return config
+    config = replace(config, allow_idle_ranks=True)
+    if config.optimizer.images_per_micro_batch == 0:
+        per_rank = config.data.images_per_step // usable_ranks(config, most * ranks_per_node)
+        largest = per_rank // micro_batches(config, per_rank)
+        optimizer = replace(config.optimizer, images_per_micro_batch=largest, accumulation_steps=1)
+        config = replace(config, optimizer=optimizer)
+    return config
+
+
+def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
+    """Raises InputError if the run can't train. Prints what it will do."""
+    run_dir = open_run_folder(config.run_dir)
+    job_id = read_launch(run_dir).get("job_id")
+    job = find_jobs([job_id]).get(job_id) if job_id else None
+    if job and job.state in ACTIVE:
+        raise InputError(f"{run_dir} is already {job.state} as SLURM job {job_id}: `wmse stop {run_dir}` ends it")
+    if not request.data_on_nodes:
+        num_images = len(open_index(Path(config.data.root), config.data.train_split, progress=True))
+    elif config.data.expected_images:
+        num_images = config.data.expected_images
+    else:
+        raise InputError("--data_on_nodes: set data.expected_images, since the data set can't be counted here")
+    print(f"run {run_dir}")
+    least, most = nodes
+    if least == most:
+        lines = plan_lines(config, num_images, most * request.ranks_per_node)
+    else:
+        lines = [_nodes_line(config, count, request.ranks_per_node) for count in range(least, most + 1)]
+        lines += plan_lines(config, num_images, usable_ranks(config, most * request.ranks_per_node))
+    print("\n".join(f"  {line}" for line in lines))
+
+
+def _nodes_line(config: Config, nodes: int, ranks_per_node: int) -> str:
+    """How a step is spread if the job gets so many nodes of its range."""
+    available = nodes * ranks_per_node
+    used = usable_ranks(config, available)
+    per_rank = config.data.images_per_step // used
+    parts = micro_batches(config, per_rank)
+    idle = (
+        f" ({available - used} of {available} idle: the global batch does not divide over all)"
+        if used < available
+        else ""
+    )
+    return (
+        f"{nodes} node(s): {used} ranks{idle}, {per_rank} images each in {parts} micro-batch(es) of {per_rank // parts}, "
+        f"BatchNorm statistics of {batch_norm_images(config, used)} images"
+    )
+
+
+def _start_here(configs: list[Config], request: Request, *, dry_run: bool) -> int:
+    """Run one config after the other on this machine; the first exit code that is not 0 ends the row."""
+    for config in configs:
+        run_dir = Path(config.run_dir)
+        settings = save_settings(config, run_dir)
+        words = ["pretrain", "--config", str(settings)]
+        if dry_run:
+            print(f"would start {request.ranks_per_node} rank(s) of: wmse {' '.join(words)}")
+            continue
+        _write_record(run_dir, {"cluster": "local", "job_id": None, "command": words}, request)
+        code = run_local(words, request.ranks_per_node, run_dir if request.with_evaluator else None)
+        if code:
+            return code
+    return DONE
+
+
+def _common_folder(configs: list[Config]) -> Path:
+    """Where code, submitit's files and the jobs' output go: the run folder, or the array's."""
+    return Path(configs[0].run_dir) if len(configs) == 1 else Path(configs[0].run_dir).parent
+
+
+def _parameters(configs: list[Config], nodes: tuple[int, int], request: Request, code: Path) -> dict[str, Any]:
+    return job_parameters(
+        request.site,
+        name=_common_folder(configs).name,
+        nodes=nodes,
+        tasks_per_node=request.ranks_per_node,
+        code=code,
+        commit=git_commit() or "unknown",
+    )
+
+
+def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> None:
+    """Snapshot the code, submit the runs as one job or array, and their evaluators."""
+    folder = _common_folder(configs)
+    code = take_snapshot(folder / "code")
+    commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
+    before = [read_state(Path(config.run_dir)) for config in configs]
+    for config in configs:  # before submitting: the job may start, and write its own state, at once
+        write_queued(Path(config.run_dir), {})
+    try:
+        ids = submit(folder / "slurm", _parameters(configs, nodes, request, code), commands)
+    except InputError:
+        for config, state in zip(configs, before, strict=True):
+            write_text(Path(config.run_dir) / "state.json", json.dumps(state or {"status": "failed"}) + "\n")
+        raise
+    for config, job_id, command in zip(configs, ids, commands, strict=True):
+        run_dir = Path(config.run_dir)
+        evaluator = _submit_evaluator(run_dir, job_id, request, code) if request.with_evaluator else None
+        record = {
+            "cluster": "slurm",
+            "job_id": job_id,
+            "evaluator_job_id": evaluator,
+            "command": command,
+            "code": str(code),
+        }
+        _write_record(run_dir, record, request)
+        print(f"submitted job {job_id}: {run_dir}" + (f", evaluator {evaluator}" if evaluator else ""))
+    print(f"`wmse status {folder}` shows how they get on; `wmse stop RUN_DIR` saves and ends a run")
+
+
+def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) -> str:
+    """A job of one task that begins when the run's job has begun."""
+    one_gpu = replace(request.site, gpus_per_node=min(1, request.site.gpus_per_node), nodelist="", exclusive=False)
+    site = replace(evaluator_site(one_gpu), dependency=f"after:{job_id}")
+    parameters = job_parameters(
+        site,
+        name=f"{run_dir.name}-evaluator",
+        nodes=(1, 1),
+        tasks_per_node=1,
+        code=code,
+        commit=git_commit() or "unknown",
+    )
+    return submit(run_dir / "slurm", parameters, [["evaluate", "--follow", str(run_dir)]])[0]
+
+
+def _write_record(run_dir: Path, record: dict[str, Any], request: Request) -> None:
+    """launch.json: what was submitted, for `wmse status` and `wmse stop`."""
+    common = {
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": git_commit(),
+        "nodes": request.nodes,
+        "ranks_per_node": request.ranks_per_node,
+    }
+    write_text(run_dir / "launch.json", json.dumps({**record, **common}, indent=1) + "\n")

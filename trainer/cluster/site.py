@@ -1,0 +1,160 @@
+"""What a cluster is asked for: a YAML file per site (slurm/cluster.yaml is an example), and the same on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.cluster.nodes import parse_minutes
+from trainer.errors import InputError
+
+
+@dataclass(frozen=True)
+class Site:
+    """Options of the SLURM job. An empty value leaves the option out, so the site's own default holds."""
+
+    partition: str = ""
+    """Partition, or several as a,b."""
+    account: str = ""
+    """Account that is charged."""
+    qos: str = ""
+    """Quality of service."""
+    constraint: str = ""
+    """Features that the nodes must have, such as h100."""
+    time: str = "24:00:00"
+    """Time limit of one start of the job: minutes, HH:MM:SS or days-HH:MM:SS. The job is requeued until the run is done."""
+    signal_seconds: int = 120
+    """Seconds before the time limit at which the run is told to save; the limit must be longer than twice this."""
+    gpus_per_node: int = 0
+    """GPUs of a node; 0: do not ask for any."""
+    cpus_per_task: int = 0
+    """Cores of each rank; 0: the site's default, often 1, which is too few for the loader."""
+    memory: str = ""
+    """Memory of a node, such as 480G; 0 means all of it."""
+    exclusive: bool = False
+    """Take whole nodes."""
+    nodelist: str = ""
+    """Nodes that the job must get, such as n[01-04]."""
+    exclude: str = ""
+    """Nodes that the job must not get."""
+    dependency: str = ""
+    """Jobs to wait for, such as afterok:123."""
+    mail_user: str = ""
+    """Address for mail about the job."""
+    mail_type: str = ""
+    """Events that send a mail, such as END,FAIL."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that run before the ranks start, on the first node: module load, source .../activate."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all ranks, such as NCCL_SOCKET_IFNAME."""
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Any other option of sbatch, by its long name without dashes in front."""
+    srun: tuple[str, ...] = ()
+    """More options for srun, such as --gpu-bind=none or --container-image=FILE."""
+    evaluator: dict[str, str] = field(default_factory=dict)
+    """Options of this list that are different for the evaluator's job, such as time or gpus_per_node."""
+
+
+SITE_KEYS = tuple(f.name for f in dataclasses.fields(Site))
+
+
+def load_site(path: Path | None, words: Sequence[str]) -> Site:
+    """The options of a YAML file, then `words` (--option value) over them.
+
+    Raises InputError for an option that there is not, naming the nearest one, or a value of the wrong type."""
+    from trainer.config_load import read_yaml
+
+    values: dict[str, Any] = read_yaml(path) if path else {}
+    unknown = [key for key in values if key not in SITE_KEYS]
+    if unknown:
+        near = difflib.get_close_matches(str(unknown[0]), SITE_KEYS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(SITE_KEYS)}"
+        raise InputError(f"unknown option {unknown[0]} in {path}: {hint}")
+    return _build([(f"{key} in {path}", key, value) for key, value in values.items()] + _from_words(words))
+
+
+def evaluator_site(site: Site) -> Site:
+    """The options of the evaluator's job. Raises InputError as `load_site` does."""
+    unknown = [key for key in site.evaluator if key not in SITE_KEYS or key == "evaluator"]
+    if unknown:
+        raise InputError(
+            f"unknown option {unknown[0]} in the site's evaluator: it takes the options of the site itself"
+        )
+    inherited = [("", f.name, getattr(site, f.name)) for f in dataclasses.fields(Site)]
+    changed = [(f"evaluator.{key} of the site", key, value) for key, value in site.evaluator.items()]
+    return _build(inherited + changed)
+
+
+def split_site_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Command-line words parted into those of a Site and the others; --key value and --key=value both stay together."""
+    site: list[str] = []
+    others: list[str] = []
+    into = others
+    for word in words:
+        if word.startswith("--"):
+            into = site if word[2:].partition("=")[0] in SITE_KEYS else others
+        into.append(word)
+    return site, others
+
+
+def _from_words(words: Sequence[str]) -> list[tuple[str, str, Any]]:
+    found = []
+    rest = list(words)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise InputError(f"{name} has no value")
+            value = rest.pop(0)
+        key = name.removeprefix("--")
+        if not isinstance(getattr(Site(), key), (str, int)):
+            raise InputError(f"{name} can't be given on the command line: write {key} into the file of --site")
+        found.append((name, key, value))
+    return found
+
+
+def _build(values: list[tuple[str, str, Any]]) -> Site:
+    """A Site from (where it was given, key, value); a later value replaces an earlier one."""
+    typed: dict[str, Any] = {}
+    for where, key, value in values:
+        typed[key] = _convert(where, value, getattr(Site(), key))
+    site = Site(**typed)
+    minutes = parse_minutes(site.time)
+    if minutes * 60 <= 2 * site.signal_seconds:
+        raise InputError(
+            f"the time limit is {minutes} minutes and signal_seconds {site.signal_seconds}: a job would be told to save "
+            "right after its start; give more time or a smaller signal_seconds"
+        )
+    return site
+
+
+def _convert(where: str, value: Any, default: Any) -> Any:
+    """A value of the type of `default`. YAML gives 480 where a string is meant; the command line gives strings only."""
+    if isinstance(default, bool):
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        raise InputError(f"{where} is {value!r}: give true or false")
+    if isinstance(default, int):
+        if isinstance(value, bool) or not str(value).isdecimal():
+            raise InputError(f"{where} is {value!r}: give a whole number")
+        return int(value)
+    if isinstance(default, str):
+        if isinstance(value, (str, int)) and not isinstance(value, bool):
+            return str(value)
+        raise InputError(f"{where} is {value!r}: give one word or number (times such as 12:00:00 in quotes)")
+    if isinstance(default, tuple):
+        if isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in value):
+            return tuple(value)
+        raise InputError(f"{where} is {value!r}: give a list of lines")
+    if isinstance(value, dict) and not any(isinstance(item, (dict, list)) for item in value.values()):
+        return {str(key): _plain(item) for key, item in value.items()}
+    raise InputError(f"{where} is {value!r}: give a mapping such as {{NAME: value}}")
+
+
+def _plain(value: Any) -> str:
+    """A value from YAML as sbatch and the shell take it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,104 @@
+"""Submits `wmse` commands to SLURM through submitit."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import _make_sbatch_string
+
+from trainer.cluster.nodes import parse_minutes
+from trainer.cluster.site import Site
+from trainer.cluster.task import WmseTask
+from trainer.errors import PREEMPTED, InputError
+
+# seconds until srun ends the other ranks after one has ended: as long as timeout_minutes, so that rank 0 can finish its save
+_WAIT_SECONDS = 600
+# the batch script's last lines; the sbatch scripts in slurm/ end in the same way
+_REQUEUE = (
+    "code=$?",
+    f"# {PREEMPTED}: the run saved a checkpoint because a signal came, and wants to go on",
+    f'if [ "$code" -eq {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID" && sleep 60; fi',
+    'exit "$code"',
+)
+
+
+def job_parameters(
+    site: Site, *, name: str, nodes: tuple[int, int], tasks_per_node: int, code: Path, commit: str
+) -> dict[str, Any]:
+    """What submitit writes into the batch script.
+
+    nodes: smallest and largest number. code: folder of the code that the job runs. commit: recorded in logs and results.
+    """
+    least, most = nodes
+    more = {"requeue": True, "exclusive": site.exclusive or None, "mem": site.memory or None, **site.sbatch}
+    if least != most:
+        more["nodes"] = f"{least}-{most}"
+    # srun takes neither the number of cores nor these limits from sbatch
+    srun = [f"--wait={_WAIT_SECONDS}", "--kill-on-bad-exit=0"]
+    srun += [f"--cpus-per-task={site.cpus_per_task}"] if site.cpus_per_task else []
+    environment = {"WMSE_COMMIT": commit, **site.environment}
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
+    parameters = {
+        "job_name": re.sub(r"[^\w.+-]", "_", name),
+        "time": parse_minutes(site.time),
+        "nodes": most,
+        "ntasks_per_node": tasks_per_node,
+        "signal_delay_s": site.signal_seconds,
+        "gpus_per_node": site.gpus_per_node or None,
+        "cpus_per_task": site.cpus_per_task or None,
+        **{key: getattr(site, key) for key in _SAME_NAMES},
+        # python -m looks for packages in the current folder first
+        "setup": [*site.setup, *exports, f"cd {shlex.quote(str(code))}"],
+        "teardown": list(_REQUEUE),
+        "srun_args": [*srun, *site.srun],
+        "stderr_to_stdout": True,
+        "additional_parameters": {key: value for key, value in more.items() if value is not None},
+    }
+    return {key: value for key, value in parameters.items() if value not in (None, "")}
+
+
+_SAME_NAMES = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "nodelist",
+    "exclude",
+    "dependency",
+    "mail_user",
+    "mail_type",
+)
+
+
+def batch_script(folder: Path, parameters: dict[str, Any], count: int) -> str:
+    """The text that `submit` hands to sbatch; works where SLURM is not installed. count: tasks of the array, 1 for no array."""
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    return str(
+        _make_sbatch_string(command=command, folder=folder, map_count=count if count > 1 else None, **parameters)
+    )
+
+
+def submit(folder: Path, parameters: dict[str, Any], commands: Sequence[Sequence[str]]) -> list[str]:
+    """Submit each command as a job, several as one array -> their ids ("123", or "123_0", "123_1", ...).
+
+    folder: where submitit keeps its files and the jobs' output. Raises InputError if SLURM is not there or refuses."""
+    try:
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=1 << 30)  # RunState decides when requeueing is no use
+    except RuntimeError as error:
+        raise InputError(
+            "srun was not found: run this on a login node of the cluster, or take --cluster local"
+        ) from error
+    executor.update_parameters(**parameters)
+    try:
+        jobs = executor.submit_array([WmseTask(command) for command in commands])
+    except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+        raise InputError(f"sbatch refused the job: {str(error).strip()}") from error
+    return [job.job_id for job in jobs]
