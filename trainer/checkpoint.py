@@ -14,7 +14,7 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,9 +46,9 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and not path.is_dir())
 
 
-def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, keep_every_steps: int = 0) -> Path:
+def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_steps: Container[int] = ()) -> Path:
     """Write the checkpoint of content["step"]; once it is safely in place, delete those before it but for the newest
-    `keep_last` (this one counts) and for steps that are a multiple of `keep_every_steps` (0: none).
+    `keep_last` (this one counts) and those of `kept_steps`.
 
     The folder is made where only it is missing. Raises OSError where the file can't be written (it leaves nothing then, and
     what was there before stays), TypeError for content that is neither tensors nor plain values."""
@@ -62,7 +62,7 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, keep_
     with atomic_write(path) as file:
         _write(whole, file)
     for old_step, old in [(s, p) for s, p in list_checkpoints(folder) if s <= content["step"]][:-keep_last]:
-        if not keep_every_steps or old_step % keep_every_steps:
+        if old_step not in kept_steps:
             _delete(old)
     return path
 

@@ -231,6 +231,24 @@ def evaluate(words: Words) -> int:
     return _evaluation(evaluate, words)
 
 
+def status(words: Words) -> int:
+    """Show where runs stand: state, step, rate, loss, SLURM job, last evaluation."""
+    parser = _parser(status)
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="run folders, or folders of run folders (default: all in ./runs)",
+    )
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
+    own = parser.parse_args(words)
+    from trainer.cluster.status import show_status
+
+    show_status(own.runs, as_json=own.json)
+    return DONE
+
+
 def prepare(words: Words) -> int:
     """Make tar shards with an index from an image folder or a named set."""
     parser = _parser(prepare)
@@ -288,6 +306,7 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "probe": probe,
     "knn": knn,
     "evaluate": evaluate,
+    "status": status,
     "prepare": prepare,
     "check-data": check_data,
     "preview": preview,

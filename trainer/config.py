@@ -196,6 +196,11 @@ class CheckpointConfig:
     """Newest checkpoints kept; older ones are deleted after a save."""
     keep_every_steps: int = 0
     """Checkpoints whose step is a multiple of this are never deleted; 0: none."""
+    keep_every_epochs: int = 0
+    """Save each time the epoch is a multiple of this, and never delete that checkpoint: a point of the curve that
+    `wmse evaluate --follow` measures; 0: none."""
+    keep_every_epochs_after_drop: int = 0
+    """The same from the first drop of the rate on (schedule: drops); 0: keep_every_epochs there, too."""
     on_failure: Literal["go_on", "stop"] = "go_on"
     """What follows a checkpoint that could not be written (disk full): go on and try again when the next is due, or end the
     run. The last good one stays either way, and a run whose last one can't be written fails."""

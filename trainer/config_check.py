@@ -59,6 +59,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "checkpoint.every_minutes": (0, None),
     "checkpoint.keep_last": (1, None),
     "checkpoint.keep_every_steps": (0, None),
+    "checkpoint.keep_every_epochs": (0, None),
+    "checkpoint.keep_every_epochs_after_drop": (0, None),
     "log.every_steps": (1, None),
     "log.stall_seconds": (0.1, None),
     "evaluate.images_per_batch": (1, None),

@@ -103,6 +103,12 @@ def without_effect(config: Config, world_size: int, device: torch.device) -> lis
         said.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
     if config.cuda_graphs and device.type != "cuda":
         said.append(f"cuda_graphs has no effect on a {device.type.upper()}")
+    after_drop = config.checkpoint.keep_every_epochs_after_drop
+    if after_drop and config.optimizer.schedule != "drops":
+        said.append(
+            f"checkpoint.keep_every_epochs_after_drop {after_drop} has no effect: optimizer.schedule is "
+            f"{config.optimizer.schedule}, whose rate never drops"
+        )
     hint = config.data.decoder_hint
     if any(hint) and (device.type != "cuda" or not all(hint)):
         said.append(

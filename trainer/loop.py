@@ -28,6 +28,7 @@ from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
 from trainer.run_state import RunState, stop_file, wait_for_end
 from trainer.saver import Saver
+from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, set_up
 from trainer.signals import GO_ON, PREEMPT, STOP, StopRequest
 from trainer.watchdog import Watchdog
@@ -164,7 +165,8 @@ def _write(writer: MetricsWriter | None, lines: list[tuple[Progressed, list[floa
 
 
 def _saver(run: Run) -> Saver:
-    return Saver(run.checkpoints, run.config.checkpoint.keep_last, run.config.checkpoint.keep_every_steps)
+    kept = kept_steps(run.config, run.planner.steps_per_epoch)
+    return Saver(run.checkpoints, run.config.checkpoint.keep_last, kept)
 
 
 def _check_saves(run: Run, saver: Saver) -> None:
@@ -226,13 +228,15 @@ class _SaveTimes:
 
     def __init__(self, run: Run) -> None:
         self._config = run.config.checkpoint
+        self._evaluated = evaluation_steps(run.config, run.planner.steps_per_epoch)
         self.done()
 
     def done(self) -> None:
         self._since, self._asked = time.monotonic(), False
 
     def steps_due(self, step: int) -> bool:
-        return self._config.every_steps > 0 and step % self._config.every_steps == 0
+        by_steps = self._config.every_steps > 0 and step % self._config.every_steps == 0
+        return by_steps or step in self._evaluated
 
     def minutes_due(self) -> bool:
         minutes = self._config.every_minutes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ class Saver:
     A save that fails for want of room, rights or a folder (OSError) is logged, and told by `failure` once and by `wait`: the
     caller decides. Anything else that goes wrong in the thread is a fault of ours and raised by the method called next."""
 
-    def __init__(self, folder: Path, keep_last: int, keep_every_steps: int = 0) -> None:
-        """folder, keep_last, keep_every_steps: as `save_checkpoint` takes them."""
-        self._folder, self._keep_last, self._keep_every_steps = folder, keep_last, keep_every_steps
+    def __init__(self, folder: Path, keep_last: int, kept_steps: Container[int] = ()) -> None:
+        """folder, keep_last, kept_steps: as `save_checkpoint` takes them."""
+        self._folder, self._keep_last, self._kept_steps = folder, keep_last, kept_steps
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class Saver:
         try:
             for event in copied:
                 event.synchronize()
-            path = save_checkpoint(self._folder, content, self._keep_last, self._keep_every_steps)
+            path = save_checkpoint(self._folder, content, self._keep_last, self._kept_steps)
             self.failed_in_a_row, self._last = 0, None
             _log.info("saved %s (%.1f s)", path, time.perf_counter() - began)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step. Epochs become steps here and nowhere else."""
+"""Learning rate and kept checkpoints as functions of the step. Epochs become steps here and nowhere else."""
 
 from __future__ import annotations
 
@@ -35,6 +35,37 @@ def side_steps(config: Config, steps_per_epoch: int) -> tuple[tuple[int, int], .
     v = config.views
     starts = [0, *(epoch * steps_per_epoch for epoch in v.early_side_epochs)]
     return tuple(zip(starts, [*v.early_sides, v.side], strict=True))
+
+
+class Steps:
+    """The steps of some ranges. Not listed: a benchmark's endless run has more than fit into memory."""
+
+    def __init__(self, *ranges: range) -> None:
+        self.ranges = ranges
+
+    def __contains__(self, step: object) -> bool:
+        return any(step in steps for steps in self.ranges)
+
+
+def evaluation_steps(config: Config, steps_per_epoch: int) -> Steps:
+    """Steps at which a checkpoint is saved for the evaluation: the ends of the epochs that the config names."""
+    c, o = config.checkpoint, config.optimizer
+    drops = o.drop_epochs_before_end if o.schedule == "drops" else ()
+    first_drop = (o.epochs - (drops[0] if drops else 0)) * steps_per_epoch
+    before = c.keep_every_epochs * steps_per_epoch
+    after = c.keep_every_epochs_after_drop * steps_per_epoch or before
+    return Steps(_multiples(before, 0, first_drop), _multiples(after, first_drop, o.epochs * steps_per_epoch))
+
+
+def kept_steps(config: Config, steps_per_epoch: int) -> Steps:
+    """Steps whose checkpoint, once saved, is never deleted."""
+    every = _multiples(config.checkpoint.keep_every_steps, 0, config.optimizer.epochs * steps_per_epoch)
+    return Steps(*evaluation_steps(config, steps_per_epoch).ranges, every)
+
+
+def _multiples(of: int, above: int, most: int) -> range:
+    """The multiples of a number in above < n <= most; none of 0."""
+    return range(of * (above // of + 1), most + 1, of) if of else range(0)
 
 
 def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:

@@ -126,6 +126,17 @@ def test_saves_by_time(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Non
     assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [3, 6, 9]
 
 
+def test_checkpoints_for_the_evaluation_are_saved_and_stay(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    """Epochs of three steps, saves every second step, of which only the last two stay."""
+    drops = ("--optimizer.schedule", "drops", "--optimizer.drop_epochs_before_end", "[1]")
+    saves = ("--checkpoint.every_steps", "2", "--checkpoint.keep_last", "2")
+    assert pretrain(tiny_config, tiny_set, tmp_path / "all", *drops, *saves, "--checkpoint.keep_every_epochs", "1") == 0
+    assert [step for step, _ in list_checkpoints(tmp_path / "all" / "checkpoints")] == [3, 6, 8, 9]
+    after = (*drops, *saves, "--checkpoint.keep_every_epochs", "2", "--optimizer.epochs", "4")
+    assert pretrain(tiny_config, tiny_set, tmp_path / "some", *after) == 0
+    assert [step for step, _ in list_checkpoints(tmp_path / "some" / "checkpoints")] == [6, 10, 12]
+
+
 @pytest.mark.parametrize(("max_steps", "code", "status"), [("0", 75, "preempted"), ("3", 0, "paused")])
 def test_a_stop_asked_for_is_met_two_steps_later(
     max_steps: str,

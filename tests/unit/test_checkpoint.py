@@ -7,7 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from trainer.checkpoint import (
 from trainer.errors import InputError
 
 
-def save(folder: Path, step: int, keep_last: int = 3, keep_every_steps: int = 0) -> Path:
+def save(folder: Path, step: int, keep_last: int = 3, kept_steps: Container[int] = ()) -> Path:
     content = {"step": step, "model": {"w": torch.full((3,), float(step))}}
-    return save_checkpoint(folder, content, keep_last, keep_every_steps)
+    return save_checkpoint(folder, content, keep_last, kept_steps)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -55,9 +55,9 @@ def test_what_was_just_saved_stays_although_there_are_later_ones(tmp_path: Path)
     assert steps_in(tmp_path) == [250, 300, 400]
 
 
-def test_multiples_of_keep_every_steps_stay(tmp_path: Path) -> None:
+def test_kept_steps_stay(tmp_path: Path) -> None:
     for step in (30, 100, 130, 200, 230, 250):
-        save(tmp_path, step, keep_last=2, keep_every_steps=100)
+        save(tmp_path, step, keep_last=2, kept_steps={100, 200})
     assert steps_in(tmp_path) == [100, 200, 230, 250]
     save(tmp_path, 260, keep_last=1)
     assert steps_in(tmp_path) == [260]

@@ -42,6 +42,8 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
     assert [line.split()[0] for line in without_effect(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
     assert [line.split()[0] for line in without_effect(config, 2, torch.device("cuda"))] == []
     assert without_effect(load_config(tiny_config, []), 1, cpu) == []
+    dense = load_config(tiny_config, ["--checkpoint.keep_every_epochs_after_drop", "5"])
+    assert "schedule is cosine, whose rate never drops" in without_effect(dense, 1, cpu)[0]
     hint = load_config(tiny_config, ["--data.decoder_hint", "[5000,0]"])
     assert "takes both a width and a height" in without_effect(hint, 1, torch.device("cuda"))[0]
 

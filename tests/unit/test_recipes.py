@@ -19,6 +19,7 @@ SMALL = {  # CIFAR, STL-10, Tiny ImageNet: what they share
     "model.encoder_batch_norm": "per_view", "model.projector_batch_norm": "joint",
     "optimizer.name": "adam", "optimizer.weight_decay": 1e-6, "optimizer.warmup_steps": 500,
     "optimizer.schedule": "drops", "optimizer.drop_epochs_before_end": (50, 25), "optimizer.drop_factor": 0.2,
+    "checkpoint.keep_every_epochs": 20, "checkpoint.keep_every_epochs_after_drop": 5,
     "views.interpolation": "bicubic", "views.flip_probability": 0.5, "views.color_probability": 0.8,
     "views.crop_ratio": (0.75, 4 / 3), "loss.normalize": True, "loss.eps": 0.0,
 }  # fmt: skip

@@ -82,8 +82,8 @@ def test_one_save_after_the_other_keeps_the_newest(saver: Saver, tmp_path: Path)
         assert load_checkpoint(checkpoint_path(tmp_path, step))["model"]["w"].unique().tolist() == [step]
 
 
-def test_it_keeps_multiples(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, keep_last=1, keep_every_steps=10)
+def test_it_keeps_kept_steps(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, keep_last=1, kept_steps={10, 20})
     for step in (10, 13, 20, 23, 24):
         saver.save(content(step))
     saver.wait()

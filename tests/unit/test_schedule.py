@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.config import Config, OptimizerConfig
-from trainer.schedule import build_schedule
+from trainer.config import CheckpointConfig, Config, OptimizerConfig
+from trainer.schedule import build_schedule, evaluation_steps, kept_steps
 
 
 def schedule(steps_per_epoch: int = 10, **settings: object):  # type: ignore[no-untyped-def]
@@ -43,3 +43,35 @@ def test_imagenet_numbers() -> None:
     c = replace(c, data=replace(c.data, images_per_step=4096), optimizer=replace(c.optimizer, warmup_epochs=10.0))
     s = build_schedule(c, 1281167 // 4096)
     assert (s.total_steps, s.warmup_steps, s.peak) == (31200, 3120, pytest.approx(6.4))
+
+
+def curve(epochs: int, kind: str, **settings: int) -> Config:
+    optimizer = replace(OptimizerConfig(), epochs=epochs, schedule=kind)
+    return replace(Config(), optimizer=optimizer, checkpoint=replace(CheckpointConfig(), **settings))
+
+
+def epochs_kept(config: Config) -> list[int]:
+    """At 10 steps an epoch."""
+    steps = evaluation_steps(config, 10)
+    found = [step for step in range(10 * config.optimizer.epochs + 11) if step in steps]
+    assert all(step % 10 == 0 for step in found)
+    return [step // 10 for step in found]
+
+
+def test_checkpoints_for_the_papers_curves() -> None:
+    """Every 20 epochs, every 5 after the first drop of 1000 epochs, 50 before the end."""
+    every = {"keep_every_epochs": 20, "keep_every_epochs_after_drop": 5}
+    assert epochs_kept(curve(1000, "drops", **every)) == [*range(20, 941, 20), *range(955, 1001, 5)]
+    assert epochs_kept(curve(1000, "cosine", **every)) == list(range(20, 1001, 20))
+
+
+def test_one_of_the_two_settings_alone() -> None:
+    assert epochs_kept(curve(100, "drops")) == []
+    assert epochs_kept(curve(100, "drops", keep_every_epochs=30)) == [30, 60, 90]
+    assert epochs_kept(curve(100, "drops", keep_every_epochs_after_drop=20)) == [60, 80, 100]
+
+
+def test_kept_are_those_for_the_curve_and_multiples_of_steps() -> None:
+    config = curve(10, "cosine", keep_every_epochs=4, keep_every_steps=35)
+    assert [step for step in range(101) if step in kept_steps(config, 10)] == [35, 40, 70, 80]
+    assert not any(step in kept_steps(curve(10, "cosine"), 10) for step in range(101))

@@ -1,0 +1,111 @@
+"""SLURM's answers, as 22.05 gives them: programs of these names on the PATH print them here."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer.cluster import jobs
+from trainer.cluster.jobs import ACTIVE, Job, find_jobs
+
+
+class Programs:
+    """squeue and sacct that write down how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, *lines: str) -> None:
+        path = self.folder / name
+        path.write_text("\n".join(["#!/bin/sh", f'echo "$@" >> {self.folder}/{name}.calls', *lines]) + "\n")
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        path = self.folder / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """A SLURM that knows no job, ahead of a real one."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(jobs, "_said", set())
+    programs = Programs(tmp_path)
+    for name in ("squeue", "sacct"):
+        programs.add(name)
+    return programs
+
+
+def test_squeue_tells_of_jobs_and_tasks_of_arrays(slurm: Programs) -> None:
+    slurm.add(
+        "squeue",
+        "echo '52_0|RUNNING|2026-11-28T15:32:35|None'",
+        "echo '52_1|PENDING|N/A|JobArrayTaskLimit'",
+        "echo '54|PENDING|2026-11-28T16:00:00|Resources'",
+        "echo '55|FAILED|2026-11-28T15:00:00|NonZeroExitCode'",
+    )
+    assert find_jobs(["52_0", "52_1", "54", "55"]) == {
+        "52_0": Job("RUNNING", "", "2026-11-28T15:32:35"),
+        "52_1": Job("PENDING", "JobArrayTaskLimit", ""),
+        "54": Job("PENDING", "Resources", "2026-11-28T16:00:00"),
+        "55": Job("FAILED", "", "2026-11-28T15:00:00"),
+    }
+    (call,) = slurm.calls("squeue")  # one for all
+    assert "--jobs=52_0,52_1,54,55" in call
+    assert {"--states=all", "-r"} <= set(call.split())  # else without finished jobs, and one line for all waiting tasks
+    assert slurm.calls("sacct") == []
+
+
+def test_sacct_is_asked_for_those_that_squeue_has_forgotten(slurm: Programs) -> None:
+    slurm.add("squeue", "echo '7|RUNNING|2026-11-28T15:32:35|None'")
+    slurm.add("sacct", "echo '5|CANCELLED by 1000|2026-11-28T15:00:00'", "echo '6_[1%1]|PENDING|Unknown'")
+    assert find_jobs(["5", "6_1", "7"]) == {
+        "5": Job("CANCELLED", "", "2026-11-28T15:00:00"),
+        "7": Job("RUNNING", "", "2026-11-28T15:32:35"),
+    }
+    assert "--jobs=5,6_1" in slurm.calls("sacct")[0]
+
+
+def test_a_forgotten_job_without_accounting_is_no_fault(slurm: Programs, caplog: pytest.LogCaptureFixture) -> None:
+    slurm.add("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2", "exit 1")
+    slurm.add("sacct", "echo 'Slurm accounting storage is disabled' >&2", "exit 1")
+    with caplog.at_level(logging.WARNING):
+        assert find_jobs(["5"]) == {}
+    assert caplog.text == ""
+
+
+def test_a_controller_that_hangs_or_fails_is_said_once(
+    slurm: Programs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_SECONDS", 0.2)
+    slurm.add("squeue", "exec sleep 5")
+    slurm.add("sacct", "exit 1")
+    assert find_jobs(["5"]) == find_jobs(["5"]) == {}
+    assert caplog.text.count("squeue does not answer") == 1
+    slurm.add("squeue", "echo 'Unable to contact slurm controller' >&2", "exit 1")
+    assert find_jobs(["5"]) == find_jobs(["5"]) == {}
+    assert caplog.text.count("Unable to contact slurm controller") == 1
+
+
+def test_without_slurm_nothing_is_known_and_nothing_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(jobs, "_said", set())
+    assert find_jobs(["5", "6_0"]) == {}
+    assert caplog.text == ""
+
+
+def test_words_that_are_no_ids_are_never_passed_on(slurm: Programs) -> None:
+    """One of them would make squeue refuse all, and an option of its own would be obeyed."""
+    slurm.add("squeue", "echo '7|RUNNING|N/A|None'")
+    assert list(find_jobs(["7", "local", "--clusters=x", "7 8", ""])) == ["7"]
+    assert slurm.calls("squeue")[0].endswith("--jobs=7")
+    assert find_jobs([]) == {}
+    assert len(slurm.calls("squeue")) == 1
+
+
+def test_what_waits_runs_or_comes_back_is_active() -> None:
+    assert {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"} <= ACTIVE
+    assert not ACTIVE & {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
