@@ -19,34 +19,16 @@ from typing import Any
 
 from trainer.checkpoint import list_checkpoints
 from trainer.cluster.ranks import Ranks
+from trainer.cluster.runs import read_run, whole
 from trainer.errors import BAD_INPUT, FAILED, PREEMPTED, InputError
 from trainer.faults import TrainingFailedError
 from trainer.files import write_text
 from trainer.signals import STOP, StopRequest
 
 _log = logging.getLogger(__name__)
-FINAL = ("done", "paused", "stopped", "failed")  # the run is over; other states go on, or wait to
 _BEAT_SECONDS = 15.0
 _LOOK_SECONDS = 2.0  # `wmse stop` is noticed this fast
 _LOCK_SECONDS = 3.0  # a write that hangs on its file system must not hold up the end of the process
-
-
-def read_state(run_dir: Path) -> dict[str, Any]:
-    """The content of state.json; empty if there is none, or none of our making."""
-    return _read_json(run_dir / "state.json")
-
-
-def read_launch(run_dir: Path) -> dict[str, Any]:
-    """The content of launch.json, which `wmse launch` writes; empty if there is none, or none of our making."""
-    return _read_json(run_dir / "launch.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def stop_file(run_dir: Path) -> Path:
@@ -73,16 +55,16 @@ class RunState:
         """Begin to write, and forget an earlier `wmse stop`. The caller holds the folder's lock.
 
         Raises TrainingFailedError if SLURM has requeued this job `max_idle_restarts` times in a row for no new checkpoint."""
-        before = read_state(self._run_dir)
+        before = read_run(self._run_dir).state
         step = self._newest_step()
         is_idle = self._ranks.restarts > 0 and before.get("first_step") == step
-        idle_starts = _whole(before.get("idle_starts")) + 1 if is_idle else 0
+        idle_starts = (whole(before, "idle_starts") or 0) + 1 if is_idle else 0
         self.write(
             status="starting",
             exit_code=None,
             step=step,
             first_step=step,
-            starts=_whole(before.get("starts")) + 1,
+            starts=(whole(before, "starts") or 0) + 1,
             idle_starts=idle_starts,
             world_size=self._ranks.world_size,
             host=socket.gethostname(),
@@ -175,7 +157,7 @@ def wait_for_end(run_dir: Path, stop: StopRequest, timeout_seconds: float) -> in
     stop.allow(timeout_seconds)
     _log.warning("the global batch size does not divide over all ranks: this rank stays idle")
     while True:
-        state = read_state(run_dir)
+        state = read_run(run_dir).state
         if state.get("exit_code") is not None and state.get("heartbeat", 0) > began:
             return int(state["exit_code"])
         time.sleep(_LOOK_SECONDS)
@@ -183,11 +165,6 @@ def wait_for_end(run_dir: Path, stop: StopRequest, timeout_seconds: float) -> in
 
 def write_queued(run_dir: Path, fields: Mapping[str, Any]) -> None:
     """Write that the run was submitted and waits for its start. Raises OSError if the file can't be written."""
-    kept = {key: value for key, value in read_state(run_dir).items() if key in ("step", "starts", "total_steps")}
+    kept = {key: value for key, value in read_run(run_dir).state.items() if key in ("step", "starts", "total_steps")}
     state = {"status": "queued", "exit_code": None, **kept, **fields, "heartbeat": round(time.time(), 3)}
     write_text(run_dir / "state.json", json.dumps({"step": 0, "starts": 0, **state}) + "\n")
-
-
-def _whole(value: object) -> int:
-    """A count from a file that anybody may have written: 0 unless it is a whole number."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0

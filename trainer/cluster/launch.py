@@ -13,6 +13,7 @@ from typing import Any
 from trainer.cluster.jobs import ACTIVE, find_jobs
 from trainer.cluster.local import run_local
 from trainer.cluster.nodes import parse_node_count
+from trainer.cluster.runs import read_run
 from trainer.cluster.site import Site, evaluator_site
 from trainer.cluster.slurm import batch_script, job_parameters, submit
 from trainer.cluster.snapshot import save_settings, take_snapshot
@@ -25,7 +26,7 @@ from trainer.files import write_text
 from trainer.geometry import batch_norm_images, micro_batches, usable_ranks
 from trainer.machine import git_commit
 from trainer.run_folder import open_run_folder
-from trainer.run_state import read_launch, read_state, write_queued
+from trainer.run_state import write_queued
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -
 def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
     """Raises InputError if the run can't train. Prints what it will do."""
     run_dir = open_run_folder(config.run_dir)
-    job_id = read_launch(run_dir).get("job_id")
+    job_id = read_run(run_dir).job_id
     job = find_jobs([job_id]).get(job_id) if job_id else None
     if job and job.state in ACTIVE:
         raise InputError(f"{run_dir} is already {job.state} as SLURM job {job_id}: `wmse stop {run_dir}` ends it")
@@ -198,7 +199,7 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
     folder = _common_folder(configs)
     code = take_snapshot(folder / "code")
     commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
-    before = [read_state(Path(config.run_dir)) for config in configs]
+    before = [read_run(Path(config.run_dir)).state for config in configs]
     for config in configs:  # before submitting: the job may start, and write its own state, at once
         write_queued(Path(config.run_dir), {})
     try:

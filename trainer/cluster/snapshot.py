@@ -25,8 +25,8 @@ def take_snapshot(folder: Path) -> Path:
     return code
 
 
-def save_settings(config: Config, code: Path) -> Path:
-    """Write the resolved settings of one run beside the code that will run it; returns the file."""
-    path = code / f"{Path(config.run_dir).name}.yaml"
+def save_settings(config: Config, folder: Path) -> Path:
+    """Write the resolved settings of one run into `folder`; returns the file."""
+    path = folder / f"launch-{Path(config.run_dir).name}.yaml"
     save_config(config, path)
     return path

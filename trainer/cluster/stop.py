@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from trainer.cluster.jobs import find_jobs
+from trainer.cluster.runs import FINAL, number, read_run
 from trainer.errors import InputError
-from trainer.run_state import FINAL, read_launch, read_state, stop_file, write_queued
+from trainer.run_state import stop_file, write_queued
 
 _LOOK_SECONDS = 0.5
 _STALE_SECONDS = 120.0  # without a heartbeat, at one every 15 s
@@ -19,22 +20,23 @@ def stop_run(run_dir: Path, wait_seconds: float) -> str:
 
     A job that still waits in SLURM's queue is cancelled. Raises InputError if there is no such run, none that runs, or if it
     has not stopped after `wait_seconds`."""
-    state = read_state(run_dir)
+    run = read_run(run_dir)
+    state = run.state
     if not state:
         raise InputError(f"{run_dir} is no run folder: it has no state.json")
     if state.get("status") in FINAL:
         return f"{run_dir} has already ended: {state['status']} after step {state.get('step')}"
-    job_id = _job_id(run_dir, state)
+    job_id = run.job_id or ""
     job = find_jobs([job_id]).get(job_id) if job_id else None
     if job and job.state == "PENDING":
         return _cancel(run_dir, job_id)
-    silent = time.time() - float(state.get("heartbeat") or 0)
+    silent = time.time() - (number(state, "heartbeat") or 0)
     if not job and silent > _STALE_SECONDS:
         raise InputError(f"nothing runs {run_dir}: its last heartbeat was {silent / 60:.0f} minutes ago")
     stop_file(run_dir).touch()
     end = time.monotonic() + wait_seconds
     while time.monotonic() < end:
-        now = read_state(run_dir)
+        now = read_run(run_dir).state
         if now.get("status") in FINAL:
             return f"{run_dir}: {now['status']} after step {now.get('step')}"
         if (
@@ -47,16 +49,8 @@ def stop_run(run_dir: Path, wait_seconds: float) -> str:
         time.sleep(_LOOK_SECONDS)
     raise InputError(
         f"{run_dir} was asked to stop, but has not after {wait_seconds:.0f} s: it will after its current step, unless it hangs "
-        f"({read_state(run_dir).get('doing') or 'see log.txt'}); `scancel {job_id or 'JOB'}` ends it without a checkpoint"
+        f"(see {run_dir / 'log.txt'}); `scancel {job_id or 'JOB'}` ends it without a checkpoint"
     )
-
-
-def _job_id(run_dir: Path, state: dict[str, object]) -> str:
-    """SLURM's id of the job that runs this folder, empty if it is none of SLURM's."""
-    job = state.get("job")
-    if isinstance(job, dict) and job.get("id"):
-        return str(job["id"])
-    return str(read_launch(run_dir).get("job_id") or "")
 
 
 def _cancel(run_dir: Path, job_id: str) -> str:
