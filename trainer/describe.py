@@ -54,7 +54,7 @@ def describe_run(run: Run) -> None:
     for line in [
         *without_effect(run.config, run.ranks.world_size, run.device),
         *launch_warnings(run.ranks),
-        *core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda"),
+        *(core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda") if run.ranks.is_first else []),
     ]:
         _log.warning(line)
     for line in plan_lines(run.config, len(run.index), run.ranks.world_size):

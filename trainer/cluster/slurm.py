@@ -62,7 +62,8 @@ def job_parameters(
         "stderr_to_stdout": True,
         "additional_parameters": {key: value for key, value in more.items() if value is not None},
     }
-    return {key: value for key, value in parameters.items() if value not in (None, "")}
+    given = {key: value for key, value in parameters.items() if value not in (None, "")}
+    return given | {"wckey": None}  # submitit would set one, which sites without it refuse
 
 
 _SAME_NAMES = (
