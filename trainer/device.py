@@ -17,14 +17,16 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
         raise InputError("device is cuda, but torch sees no GPU here: set device to cpu or auto")
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if ranks.local_rank >= torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    if visible > 1 and ranks.local_rank >= visible:
         raise InputError(
-            f"rank {ranks.rank} is number {ranks.local_rank} on its node, which has {torch.cuda.device_count()} GPU(s): "
-            "start one rank a GPU"
+            f"rank {ranks.rank} is number {ranks.local_rank} on its node, which shows it {visible} GPU(s): start one per GPU"
         )
-    torch.cuda.set_device(ranks.local_rank)
+    # one visible GPU is the rank's own (srun --gpus-per-task=1); that no two ranks have the same is checked when they meet
+    index = 0 if visible == 1 else ranks.local_rank
+    torch.cuda.set_device(index)
     torch.backends.cudnn.benchmark = True  # shapes never change
-    return torch.device("cuda", ranks.local_rank)
+    return torch.device("cuda", index)
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:

@@ -144,6 +144,7 @@ def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
         60 * run.config.timeout_minutes,
         reading,
         state.hung,
+        lambda stall: state.note(doing=stall or None),
     )
 
 

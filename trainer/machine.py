@@ -14,10 +14,10 @@ import torch
 
 
 def git_commit() -> str | None:
-    """The commit of this program's checkout, with -changed behind it where tracked files differ from it; what WMSE_COMMIT in
-    the environment says where the program was copied without its history; else None."""
+    """What WMSE_COMMIT in the environment says, which whoever copies the program sets; else the commit of its checkout, with
+    -changed behind it if tracked files differ from it; else None."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*"]
-    return _first_line([*command, "--dirty=-changed"]) or os.environ.get("WMSE_COMMIT")
+    return os.environ.get("WMSE_COMMIT") or _first_line([*command, "--dirty=-changed"])
 
 
 def _first_line(command: list[str]) -> str | None:

@@ -101,7 +101,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    # one that is ignored stays so: nohup ignores HUP, so that a run outlives its terminal
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
     pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
     thread.start()

@@ -23,15 +23,23 @@ class Watchdog:
     """Watches while its block runs; the loop tells it whenever something else begins."""
 
     def __init__(
-        self, warn_seconds: float, timeout_seconds: float, details: Callable[[], str], before_exit: Callable[[], None]
+        self,
+        warn_seconds: float,
+        timeout_seconds: float,
+        details: Callable[[], str],
+        before_exit: Callable[[], None],
+        on_stall: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Warn after `warn_seconds` without news and each time that has doubled; after `timeout_seconds` end the process, if it
         waits for files.
 
         details: what more can be said of the wait, empty where nothing. before_exit: the last thing that is done.
+        on_stall: called with what the run waits for whenever that is logged, and with "" when it goes on.
         """
         self._warn_seconds, self._timeout_seconds = warn_seconds, timeout_seconds
-        self._details, self._before_exit = details, before_exit
+        self._details = details
+        self._before_exit = before_exit
+        self._on_stall = on_stall
         self._news = (time.monotonic(), "starts", False)  # replaced whole: the two threads need no lock
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -55,12 +63,16 @@ class Watchdog:
             since, what, for_files = news
             seconds = time.monotonic() - since
             if news is not warned[0]:
+                if warned[1]:
+                    self._on_stall("")
                 warned = (news, 0.0)
             if for_files and seconds >= self._timeout_seconds:
                 self._end(seconds, what)
             elif seconds >= max(self._warn_seconds, 2 * warned[1]):
                 warned = (news, seconds)
-                _log.warning("no news for %.0f s: the run %s%s", seconds, what, self._more())
+                stall = f"no news for {seconds:.0f} s: the run {what}{self._more()}"
+                _log.warning("%s", stall)
+                self._on_stall(stall)
 
     def _more(self) -> str:
         details = self._details()

@@ -220,7 +220,7 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
         }
         _write_record(run_dir, record, request)
         print(f"submitted job {job_id}: {run_dir}" + (f", evaluator {evaluator}" if evaluator else ""))
-    print(f"`wmse status {folder}` shows how they get on; `wmse stop RUN_DIR` saves and ends a run")
+    print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows how they get on")
 
 
 def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) -> str:

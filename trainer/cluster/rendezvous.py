@@ -6,10 +6,12 @@ not be: the address is the first node's, and the port is the first free one of a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -128,17 +130,27 @@ def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timed
     """Try the ports in turn until one answers with this job's key."""
     end = time.monotonic() + timeout.total_seconds()
     say_at = time.monotonic() + _SAY_SECONDS
+    strangers: set[int] = set()
     while True:
-        for port in ports:
-            store = _try_port(host, port, ranks, timeout)
-            found = _job_of(store) if store else None
-            if store and found == job:
-                return store
-            if found is not None and len(ports) == 1:
+        for port in [port for port in ports if port not in strangers]:
+            try:
+                found = _ask(host, port, ranks.world_size)
+            except TimeoutError:
+                strangers.add(port)
+                continue
+            if found and found[1] == job:
+                found[0].set_timeout(timeout)
+                return found[0]
+            if found and len(ports) == 1:
                 raise InputError(
-                    f"rank {ranks.rank}: another job ({found or 'started by hand'}) listens on MASTER_ADDR {host}, MASTER_PORT "
-                    f"{port}: give each job on a node its own MASTER_PORT"
+                    f"rank {ranks.rank}: another job ({found[1] or 'started by hand'}) listens on MASTER_ADDR {host}, "
+                    f"MASTER_PORT {port}: give each job on a node its own MASTER_PORT"
                 )
+        if strangers.issuperset(ports):
+            raise InputError(
+                f"rank {ranks.rank}: what listens on {host}, port {', '.join(map(str, ports))}, is not rank 0 of this job: set "
+                "MASTER_PORT to a free port"
+            )
         if time.monotonic() >= end:
             raise dist.DistNetworkError(
                 f"rank 0 did not come to {host}, port {ports[0]}, within {timeout.total_seconds():.0f} s"
@@ -149,24 +161,27 @@ def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timed
         time.sleep(0.2)
 
 
-def _try_port(host: str, port: int, ranks: Ranks, timeout: timedelta) -> dist.TCPStore | None:
-    """A connection to the store there, None if nothing listens or what listens is no store."""
+def _ask(host: str, port: int, world_size: int) -> tuple[dist.TCPStore, str] | None:
+    """The store at a port and the key of its job; None if there is none yet. Raises TimeoutError if something else listens."""
     try:
         socket.create_connection((host, port), _CONNECT_SECONDS).close()  # torch would retry for its whole time-out
-        store = dist.TCPStore(host, port, ranks.world_size, False, timedelta(seconds=2 * _CONNECT_SECONDS))
-        store.set_timeout(timeout)
-        return store
-    except (OSError, dist.DistError, RuntimeError):
+    except OSError:
         return None
+    found: list[tuple[dist.TCPStore, str]] = []
 
+    def open_store() -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is still opening it, or has just gone
+            store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=_CONNECT_SECONDS))
+            store.wait([_JOB_KEY], timedelta(seconds=_CONNECT_SECONDS))
+            found.append((store, store.get(_JOB_KEY).decode()))
 
-def _job_of(store: dist.TCPStore) -> str | None:
-    """The key of the job whose store this is; None if it has none (another program's, or not yet written)."""
-    for _ in range(10):
-        if store.check([_JOB_KEY]):
-            return store.get(_JOB_KEY).decode()
-        time.sleep(0.1)
-    return None
+    # torch waits for ever for a program that accepts the connection and then says nothing
+    thread = threading.Thread(target=open_store, daemon=True)
+    thread.start()
+    thread.join(3 * _CONNECT_SECONDS)
+    if thread.is_alive():
+        raise TimeoutError
+    return found[0] if found else None
 
 
 def compare_ranks(
@@ -178,6 +193,11 @@ def compare_ranks(
     and writes what became of it. If ranks differ, or `first` raises InputError or TrainingFailedError, all ranks raise it.
     """
     own = json.dumps({"host": socket.gethostname(), "world_size": ranks.world_size, **facts}, default=str)
+    if store.add(f"arrived/{ranks.rank}", 1) > 1:
+        raise InputError(
+            f"rank {ranks.rank}: another process has already joined as this rank. Start every rank once, and "
+            "give two jobs on one node a MASTER_PORT each"
+        )
     store.set(f"rank/{ranks.rank}", own)
     if not ranks.is_first:
         verdict = json.loads(_wait(store, _VERDICT_KEY, timeout, "rank 0"))
@@ -198,11 +218,14 @@ def compare_ranks(
 
 def _wait(store: dist.Store, key: str, timeout: timedelta, whom: str) -> bytes:
     """The value of a key that another rank writes. Raises DistError, naming the rank, if it does not come."""
-    try:
-        store.wait([key], timeout)
-    except dist.DistError as error:
-        raise type(error)(f"{whom} did not come within {timeout.total_seconds():.0f} s") from error
-    return store.get(key)
+    end = time.monotonic() + timeout.total_seconds()
+    while (left := end - time.monotonic()) > 0:
+        try:
+            store.wait([key], timedelta(seconds=min(left, _SAY_SECONDS)))
+            return store.get(key)
+        except dist.DistStoreError:  # a time-out; a broken connection is another error
+            _log.warning("still waiting for %s", whom)
+    raise dist.DistStoreError(f"{whom} did not come within {timeout.total_seconds():.0f} s")
 
 
 def _wait_until_read(store: dist.Store, ranks: Ranks) -> None:

@@ -1,0 +1,60 @@
+"""Cores of a rank, and what is said if they are too few."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.cluster.cores import core_warnings, own_cores, quota_cores
+from trainer.cluster.ranks import Ranks, find_ranks
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_CPUS_ON_NODE": "16"}  # noqa: E501 # fmt: skip
+
+
+def torchrun(local: int) -> dict[str, str]:
+    return {"RANK": "0", "WORLD_SIZE": str(local), "LOCAL_WORLD_SIZE": str(local)}
+
+
+@pytest.mark.parametrize(
+    ("bound", "env", "cores"),
+    [
+        (16, {}, 16),
+        (16, torchrun(4), 4),
+        (16, torchrun(32), 1),
+        (16, SRUN, 4),  # srun bound nobody: all four share the node
+        (3, SRUN, 3),  # srun bound each to its own
+        (16, {**SRUN, "SLURM_CPUS_PER_TASK": "2"}, 2),
+        (1, {**SRUN, "SLURM_CPUS_PER_TASK": "4"}, 1),
+    ],
+)
+def test_cores_of_a_rank(bound: int, env: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(bound))
+    monkeypatch.setattr("trainer.cluster.cores.quota_cores", lambda: 64)
+    assert own_cores(env) == cores
+
+
+def test_a_container_quota_limits_them(tmp_path: Path) -> None:
+    process = tmp_path / "cgroup"
+    process.write_text("0::/user/job\n")
+    (tmp_path / "user" / "job").mkdir(parents=True)
+    assert quota_cores(tmp_path, process) > 1000
+    (tmp_path / "user" / "job" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "user" / "cpu.max").write_text("250000 100000\n")
+    assert quota_cores(tmp_path, process) == 3
+    process.write_text("4:memory:/x\n3:cpu,cpuacct:/box\n")
+    (tmp_path / "cpu,cpuacct" / "box").mkdir(parents=True)
+    (tmp_path / "cpu,cpuacct" / "box" / "cpu.cfs_quota_us").write_text("-1")
+    assert quota_cores(tmp_path, process) > 1000
+    (tmp_path / "cpu,cpuacct" / "box" / "cpu.cfs_quota_us").write_text("400000")
+    (tmp_path / "cpu,cpuacct" / "box" / "cpu.cfs_period_us").write_text("100000")
+    assert quota_cores(tmp_path, process) == 4
+
+
+def test_too_few_cores_are_warned_of_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
+    asked = {**SRUN, "SLURM_CPUS_PER_TASK": "8"}
+    (warning,) = core_warnings(find_ranks(asked), 1, on_gpu=True, env=asked)
+    assert "add --cpus-per-task=8" in warning
+    (warning,) = core_warnings(find_ranks(SRUN), 1, on_gpu=True, env=SRUN)
+    assert "has 1 core(s) and needs about 6" in warning
+    assert core_warnings(Ranks(), 8, on_gpu=True, env={}) == []
+    assert core_warnings(Ranks(), 1, on_gpu=False, env={}) == []  # a laptop has what it has

@@ -1,0 +1,54 @@
+"""How a step is spread over ranks and micro-batches."""
+
+from dataclasses import replace
+
+import pytest
+
+from trainer.config import Config, DataConfig, LossConfig, OptimizerConfig
+from trainer.errors import InputError
+from trainer.geometry import batch_norm_images, check_ranks, micro_batches, usable_ranks
+
+
+def config_of(images: int, slice_size: int = 256, **optimizer: int) -> Config:
+    return replace(
+        Config(),
+        data=DataConfig(images_per_step=images),
+        loss=LossConfig(slice_size=slice_size),
+        optimizer=OptimizerConfig(**optimizer),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parts"),
+    [(64, 1), (16, 1), (8, 2), (4, 4), (2, 8), (1, 16)],
+)
+def test_micro_batches_keep_their_size_on_any_number_of_ranks(ranks: int, parts: int) -> None:
+    config = config_of(4096, images_per_micro_batch=256)
+    assert micro_batches(config, 4096 // ranks) == parts
+
+
+def test_a_micro_batch_holds_whole_slices() -> None:
+    # 1536 images: halves would fit the limit of 800, and hold whole slices; the limit of 700 needs thirds
+    assert micro_batches(config_of(1536, images_per_micro_batch=800), 1536) == 2
+    assert micro_batches(config_of(1536, images_per_micro_batch=700), 1536) == 3
+    with pytest.raises(InputError, match=r"images_per_micro_batch is 200: the 1536 images .* take 256 or more"):
+        micro_batches(config_of(1536, images_per_micro_batch=200), 1536)
+
+
+@pytest.mark.parametrize(("available", "used"), [(1, 1), (16, 16), (24, 16), (40, 32), (63, 32), (64, 64), (7, 4)])
+def test_as_many_ranks_are_used_as_can_share_the_step(available: int, used: int) -> None:
+    config = config_of(4096, images_per_micro_batch=256)
+    assert usable_ranks(config, available) == used
+    check_ranks(config, used)
+
+
+def test_a_step_that_not_even_one_rank_can_make_is_refused() -> None:
+    with pytest.raises(InputError, match="images_per_micro_batch is 100"):
+        usable_ranks(config_of(4096, images_per_micro_batch=100), 2)
+
+
+def test_batch_norm_sees_a_micro_batch_of_one_rank_or_of_all() -> None:
+    config = config_of(4096, images_per_micro_batch=256)
+    assert [batch_norm_images(config, ranks) for ranks in (64, 16, 4)] == [64, 256, 256]
+    over_all = replace(config, model=replace(config.model, batch_norm_ranks="all"))
+    assert [batch_norm_images(over_all, ranks) for ranks in (64, 16, 4)] == [4096, 4096, 1024]

@@ -1,0 +1,215 @@
+"""Ranks meet and compare what they were started with. Here ranks are threads; real ones: tests/integration and tests/slurm."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from trainer.cluster import rendezvous
+from trainer.cluster.ranks import Ranks
+from trainer.cluster.rendezvous import compare_ranks, meet
+from trainer.errors import InputError
+from trainer.faults import TrainingFailedError
+
+LONG = timedelta(seconds=20)
+SHORT = timedelta(seconds=2)
+NAMES = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_RESTART_COUNT",
+         "SLURM_JOB_NODELIST", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def job(environment: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the environment to that of a SLURM job on this node."""
+
+    def set_job(job_id: str, nodes: str = "localhost") -> None:
+        environment.setenv("SLURM_JOB_ID", job_id)
+        environment.setenv("SLURM_STEP_ID", "0")
+        environment.setenv("SLURM_STEP_NODELIST", nodes)
+
+    return set_job
+
+
+@pytest.fixture
+def free_port(environment: pytest.MonkeyPatch) -> int:
+    """MASTER_ADDR and MASTER_PORT are set, as by hand."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    environment.setenv("MASTER_PORT", str(port))
+    return port
+
+
+def on_ranks(count: int, work: Callable[[Ranks], Any]) -> list[Future[Any]]:
+    """`work` for each rank at once; all have ended."""
+    with ThreadPoolExecutor(count) as pool:
+        return [pool.submit(work, Ranks(rank, count)) for rank in range(count)]
+
+
+def test_tasks_of_srun_meet_without_an_address(job: Callable[..., None]) -> None:
+    job("123")
+
+    stores = [future.result() for future in on_ranks(3, lambda ranks: meet(ranks, LONG))]
+    for rank, store in enumerate(stores):
+        store.set(f"from {rank}", str(rank))
+    assert [store.get("from 2") for store in stores] == [b"2"] * 3
+
+
+def test_several_nodes_meet_at_the_first_ones_address(job: Callable[..., None]) -> None:
+    job("124", nodes="localhost,127.0.0.[1-2]")
+    stores = on_ranks(2, lambda ranks: meet(ranks, LONG))
+    assert stores[1].result().check(["job"])
+
+
+def test_two_jobs_with_the_same_ports_do_not_join_each_other(
+    job: Callable[..., None], environment: pytest.MonkeyPatch
+) -> None:
+    environment.setattr("zlib.crc32", lambda data: 4321)
+    job("1")
+    other = meet(Ranks(0, 2), LONG)
+    job("2")
+    stores = [f.result() for f in on_ranks(2, lambda ranks: meet(ranks, LONG))]
+    stores[0].set("of", "job 2")
+    assert stores[1].get("of") == b"job 2"
+    assert not other.check(["of"])
+
+
+def test_a_requeued_job_does_not_join_its_earlier_start(
+    job: Callable[..., None], environment: pytest.MonkeyPatch
+) -> None:
+    job("7")
+    earlier = meet(Ranks(0, 2), LONG)
+    assert isinstance(earlier, dist.TCPStore)
+    environment.setenv("MASTER_PORT", str(earlier.port))
+    environment.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(InputError, match=r"rank 1: another job \(7\.0\.0\) listens on"):
+        meet(Ranks(1, 2), LONG)
+
+
+def test_several_ranks_need_an_address() -> None:
+    with pytest.raises(InputError, match=r"2 ranks, but MASTER_ADDR and MASTER_PORT not set: start with `wmse launch`"):
+        meet(Ranks(0, 2), SHORT)
+
+
+@pytest.mark.parametrize("port", ["http", "0", "70000", "-1"])
+def test_a_port_that_is_none_is_refused(port: str, environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    environment.setenv("MASTER_PORT", port)
+    with pytest.raises(InputError, match=f"MASTER_PORT is '{port}'"):
+        meet(Ranks(0, 2), SHORT)
+
+
+def test_a_port_in_use_is_named(free_port: int, environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(rendezvous, "_CONNECT_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", free_port)):
+        with pytest.raises(
+            InputError, match=f"can't listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {free_port} .*in use"
+        ):
+            meet(Ranks(0, 2), SHORT)
+        # what listens there never answers
+        with pytest.raises(InputError, match=f"rank 1: what listens on 127.0.0.1, port {free_port}, is not rank 0"):
+            meet(Ranks(1, 2), LONG)
+    with pytest.raises(dist.DistError, match=f"rank 0 did not come to 127.0.0.1, port {free_port}, within 2 s"):
+        meet(Ranks(1, 2), SHORT)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_the_store_listens_on_one_address_alone(address: str, free_port: int, environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("MASTER_ADDR", address)
+    store = meet(Ranks(0, 2), LONG)
+    listening = {
+        c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == free_port
+    }
+    assert {a.ip for a in listening} <= {"127.0.0.1", "::1"}
+    assert len(listening) == 1
+    assert meet(Ranks(1, 2), LONG).check(["job"])
+    del store
+
+
+# --- what must be the same ---
+
+
+def compare(
+    count: int, facts: Callable[[Ranks], dict[str, Any]], first: Callable[[], None] = lambda: None
+) -> list[str]:
+    """What each rank raises, empty if nothing."""
+
+    stores = []  # rank 0's lives until all have read it
+
+    def work(ranks: Ranks) -> str:
+        stores.append(store := meet(ranks, LONG))
+        try:
+            compare_ranks(store, ranks, facts(ranks), LONG, first)
+        except (InputError, TrainingFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return [future.result() for future in on_ranks(count, work)]
+
+
+def test_ranks_that_agree_go_on_though_their_data_lie_elsewhere(free_port: int) -> None:
+    order: list[str] = []
+    raised = compare(
+        3, lambda r: {"seed": 1, "data.root": f"/local/{r.rank}", "sides": (1, 2)}, lambda: order.append("first")
+    )
+    assert raised == ["", "", ""]
+    assert order == ["first"]
+
+
+def test_a_rank_with_other_settings_is_named_on_every_rank_at_once(free_port: int) -> None:
+    began = time.monotonic()
+    raised = compare(3, lambda r: {"seed": 1 + (r.rank == 2), "commit": "abc", "optimizer.learning_rate": 0.1})
+    assert time.monotonic() - began < 5
+    assert len(set(raised)) == 1
+    assert "InputError: the ranks of this job do not belong together" in raised[0]
+    assert f"rank 2 on {socket.gethostname()} has seed 2, rank 0 has 1" in raised[0]
+    assert "learning_rate" not in raised[0]
+
+
+def test_ranks_on_one_gpu_are_refused(free_port: int) -> None:
+    raised = compare(3, lambda r: {"gpu": "GPU-a" if r.rank else "GPU-b"})
+    assert all("ranks 1 and 2" in text and "both use GPU GPU-a: start one rank per GPU" in text for text in raised)
+
+
+@pytest.mark.parametrize("kind", [InputError, TrainingFailedError])
+def test_what_rank_0_refuses_every_rank_raises(kind: type[Exception], free_port: int) -> None:
+    def refuse() -> None:
+        raise kind("the folder is in use")
+
+    assert compare(3, lambda r: {}, refuse) == [f"{kind.__name__}: the folder is in use"] * 3
+
+
+def test_a_second_process_with_the_same_rank_is_refused(free_port: int) -> None:
+    """As when two jobs that were started by hand share a port."""
+    store = meet(Ranks(0, 2), LONG)
+    compare_ranks(meet(Ranks(1, 2), LONG), Ranks(0, 1), {}, LONG, lambda: None)
+    with pytest.raises(InputError, match="rank 0: another process has already joined as this rank"):
+        compare_ranks(store, Ranks(0, 2), {}, LONG, lambda: None)
+
+
+def test_a_rank_that_does_not_come_is_named(free_port: int, environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(rendezvous, "_SAY_SECONDS", 0.5)
+
+    def work(ranks: Ranks) -> None:
+        if ranks.rank < 2:
+            compare_ranks(meet(ranks, SHORT), ranks, {}, SHORT, lambda: None)
+
+    first, second, _ = on_ranks(3, work)
+    with pytest.raises(dist.DistError, match="rank 2 did not come within 2 s"):
+        first.result()
+    assert second.exception() is not None

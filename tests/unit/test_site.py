@@ -1,0 +1,59 @@
+"""Options of a cluster: one file, the same on the command line."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.cluster.site import Site, evaluator_site, load_site, split_site_words
+from trainer.errors import InputError
+
+
+def test_the_example_is_read() -> None:
+    site = load_site(ROOT / "slurm" / "cluster.yaml", [])
+    assert (site.partition, site.gpus_per_node, site.exclusive, site.memory) == ("gpu", 8, True, "0")
+    assert site.environment["NCCL_DEBUG"] == "WARN"
+    evaluator = evaluator_site(site)
+    assert (evaluator.time, evaluator.memory, evaluator.partition) == ("12:00:00", "64G", "gpu")
+
+
+def test_the_command_line_comes_last(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("partition: a\ncpus_per_task: 4\ntime: 90\n")
+    assert load_site(path, ["--partition", "b", "--cpus_per_task=8"]) == Site(partition="b", cpus_per_task=8, time="90")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("partitoin: a", "unknown option partitoin in .*site.yaml: did you mean partition?"),
+        ("cpus_per_task: many", "cpus_per_task in .*site.yaml is 'many': give a whole number"),
+        ("exclusive: 3", "exclusive in .* is 3: give true or false"),
+        ("setup: module load cuda", "give a list of lines"),
+        ("environment: [A]", "give a mapping"),
+        ("time: soon", "the time limit is 'soon'"),
+        ("time: 2\nsignal_seconds: 60", "told to save right after its start"),
+        ("partition: a\npartition: b", "stands twice"),
+    ],
+)
+def test_wrong_options_are_named(yaml: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(yaml)
+    with pytest.raises(InputError, match=message):
+        load_site(path, [])
+
+
+def test_only_plain_options_come_from_the_command_line() -> None:
+    with pytest.raises(InputError, match="--setup can't be given on the command line"):
+        load_site(None, ["--setup", "x"])
+    with pytest.raises(InputError, match="--qos has no value"):
+        load_site(None, ["--qos"])
+    with pytest.raises(InputError, match="unknown option evaluator"):
+        evaluator_site(Site(evaluator={"evaluator": "x"}))
+
+
+def test_words_are_parted_into_options_of_the_site_and_settings() -> None:
+    words = ["--seed", "1", "--partition", "low", "--time=30", "--data.root", "/set", "--views.crop_area", "[0.2,1]"]
+    site, settings = split_site_words(words)
+    assert site == ["--partition", "low", "--time=30"]
+    assert settings == ["--seed", "1", "--data.root", "/set", "--views.crop_area", "[0.2,1]"]
