@@ -132,7 +132,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: py
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_3.json"}
     log = capsys.readouterr().err
-    assert "step 1 is passed over: can't read checkpoint" in log
+    assert log.count("step 1 is passed over: can't read checkpoint") == 3  # a file system's passing fault is waited out
     assert "could not be read: step_00000001.pt, step_00000002.pt" in log
 
 
