@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -199,20 +200,48 @@ def preview(words: Words) -> int:
 def _evaluation(command: Callable[[Words], int], words: Words) -> int:
     """The three commands that measure a run differ in what they measure."""
     parser = _parser(command)
-    parser.add_argument("--run_dir", type=Path, required=True, metavar="DIR", help="folder of the pre-training run")
+    run = parser.add_mutually_exclusive_group(required=True)
+    run.add_argument("--run_dir", type=Path, metavar="DIR", help="folder of the pre-training run")
+    run.add_argument(
+        "--follow",
+        type=Path,
+        metavar="DIR",
+        help="the same, but measure each checkpoint as it appears until the run is over",
+    )
     parser.add_argument(
         "--checkpoint",
-        default="last",
         metavar="WHICH",
-        help="last, a step, a file, random (the untrained encoder) or pixels (no encoder)",
+        help="last (the default), a step, a file, random (the untrained encoder) or pixels (no encoder)",
+    )
+    parser.add_argument(
+        "--poll_seconds", type=float, metavar="S", help="with --follow: time between two looks (default 20)"
     )
     own, settings = _parse_with_settings(parser, words)
+    measures = {"probe": ("linear",), "knn": ("knn",), "evaluate": ("linear", "knn")}[command.__name__]
+    if own.follow is not None:
+        return _follow(own, settings, measures)
+    if own.poll_seconds is not None:
+        raise InputError("--poll_seconds is for --follow DIR: give that instead of --run_dir")
     from trainer.evaluate.run import run_evaluation
 
-    measures = {"probe": ("linear",), "knn": ("knn",), "evaluate": ("linear", "knn")}[command.__name__]
-    results = run_evaluation(own.run_dir, own.checkpoint, settings, measures)
+    results = run_evaluation(own.run_dir, own.checkpoint or "last", settings, measures)
     if results:  # the first rank's; the others have none
         print(json.dumps(results, indent=1))
+    return DONE
+
+
+def _follow(own: argparse.Namespace, settings: Words, measures: Words) -> int:
+    if own.checkpoint is not None:
+        raise InputError("--checkpoint is for --run_dir: --follow takes every checkpoint")
+    poll_seconds = 20.0 if own.poll_seconds is None else own.poll_seconds
+    if not 0 < poll_seconds < math.inf:
+        raise InputError(f"--poll_seconds is {poll_seconds:g}: give a time above 0")
+    from trainer.signals import stop_on_signals
+
+    with stop_on_signals():  # nothing to save: a signal ends the process at once with 75, which asks for a new start
+        from trainer.evaluate.follow import follow_run
+
+        follow_run(own.follow, settings, measures, poll_seconds)
     return DONE
 
 

@@ -22,8 +22,9 @@ from trainer.config_load import load_config
 from trainer.data.index import Index, open_index
 from trainer.errors import InputError
 from trainer.evaluate import features
-from trainer.evaluate.features import Features, Place, extract, raw_pixels, trained_encoder, untrained_encoder
-from trainer.evaluate.run import _check_classes, _encoder, run_evaluation
+from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
+from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
 from trainer.model import Model, build_model
 from trainer.signals import StopRequest
@@ -68,7 +69,7 @@ def statistics(model: Model) -> dict[str, torch.Tensor]:
 
 def test_pixels_are_the_centre_crops_in_the_order_of_the_index(place, tiny_set):
     """(resize 32, crop 32 of pictures of 36 x 40), labels with them."""
-    got = extract(raw_pixels, "val", place)
+    got = extract(raw_pixels, open_split("val", place), place)
     files = sorted((tiny_set / "val").glob("*/*"), key=lambda f: (f.parent.name, f.name))
     assert got.x.shape == (len(files), 3 * 32 * 32)
     assert got.labels.tolist() == [["cats", "dogs"].index(f.parent.name) for f in files]
@@ -81,11 +82,11 @@ def test_pixels_are_the_centre_crops_in_the_order_of_the_index(place, tiny_set):
 def test_features_are_the_encoders_and_leave_its_statistics(model, place):
     before = statistics(model)
     assert model.training
-    got = extract(trained_encoder(model), "val", place)
+    got = extract(trained_encoder(model), open_split("val", place), place)
     assert got.x.shape == (16, model.encoder.num_features)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    pixels = (255 * extract(raw_pixels, "val", place).x).round().to(torch.uint8).view(16, 3, 32, 32)
+    pixels = (255 * extract(raw_pixels, open_split("val", place), place).x).round().to(torch.uint8).view(16, 3, 32, 32)
     with torch.no_grad():
         expected = model.eval().encoder(model.scale(pixels))
     torch.testing.assert_close(got.x, expected, atol=1e-4, rtol=1e-4)
@@ -95,7 +96,10 @@ def test_batch_size_changes_no_feature(model, place):
     encode = trained_encoder(model)
     small = replace(place, config=replace(place.config, evaluate=replace(place.config.evaluate, images_per_batch=5)))
     torch.testing.assert_close(
-        extract(encode, "train", small).x, extract(encode, "train", place).x, atol=1e-4, rtol=1e-4
+        extract(encode, open_split("train", small), small).x,
+        extract(encode, open_split("train", place), place).x,
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 
@@ -111,7 +115,7 @@ def test_untrained_encoder_estimates_its_statistics_first(model, place):
     torch.testing.assert_close(first.running_mean, seen.mean((0, 2, 3)), atol=1e-4, rtol=1e-4)
     assert not model.training
     before = statistics(model)
-    extract(encode, "val", place)
+    extract(encode, open_split("val", place), place)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -119,11 +123,11 @@ def test_images_that_cannot_be_read_are_left_out_not_replaced(tiny_set, tmp_path
     root = tmp_path / "set"
     shutil.copytree(tiny_set, root)
     place = Place(config_of(tmp_path, root), Ranks(), CPU)
-    whole = extract(raw_pixels, "val", place)
+    whole = extract(raw_pixels, open_split("val", place), place)
     names = [open_index(root, "val").name(i) for i in (3, 15)]
     for name in names:
         (root / "val" / name).write_bytes(b"no picture")
-    rest = extract(raw_pixels, "val", place)
+    rest = extract(raw_pixels, open_split("val", place), place)
     kept = [i for i in range(16) if i not in (3, 15)]
     assert rest.left_out == 2
     assert torch.equal(rest.x, whole.x[kept])
@@ -142,16 +146,16 @@ def relabelled(monkeypatch, change) -> None:
 
 
 def test_images_without_a_label_do_not_count(place, monkeypatch):
-    whole = extract(raw_pixels, "val", place)
+    whole = extract(raw_pixels, open_split("val", place), place)
     relabelled(monkeypatch, lambda labels: np.where(np.arange(16) % 3 == 0, -1, labels))
-    rest = extract(raw_pixels, "val", place)
+    rest = extract(raw_pixels, open_split("val", place), place)
     kept = [i for i in range(16) if i % 3]
     assert torch.equal(rest.x, whole.x[kept])
     assert rest.labels.tolist() == whole.labels[kept].tolist()
     assert rest.left_out == 0
     relabelled(monkeypatch, lambda labels: labels * 0 - 1)
     with pytest.raises(InputError, match=r"'val' in .* has no labelled images"):
-        extract(raw_pixels, "val", place)
+        extract(raw_pixels, open_split("val", place), place)
 
 
 def rank_features(rank: int, world_size: int, folder: str, root: str) -> None:
@@ -159,7 +163,7 @@ def rank_features(rank: int, world_size: int, folder: str, root: str) -> None:
         "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
     )
     place = Place(config_of(Path(folder) / str(rank), Path(root)), Ranks(rank, world_size, rank), CPU)
-    got = extract(raw_pixels, "val", place)
+    got = extract(raw_pixels, open_split("val", place), place)
     torch.save((got.x, got.labels, got.left_out), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -170,7 +174,7 @@ def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
     shutil.copytree(tiny_set, root)
     place = Place(config_of(tmp_path, root), Ranks(), CPU)
     (root / "val" / open_index(root, "val").name(2)).write_bytes(b"")
-    one = extract(raw_pixels, "val", place)
+    one = extract(raw_pixels, open_split("val", place), place)
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     mp.spawn(rank_features, (2, str(tmp_path), str(root)), nprocs=2)
@@ -184,7 +188,7 @@ def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
 def test_more_ranks_than_images_are_refused(place, monkeypatch):
     monkeypatch.setattr(features, "one_rank_a_node_first", lambda ranks, work: work())
     with pytest.raises(InputError, match="16 labelled images"):
-        extract(raw_pixels, "val", replace(place, ranks=Ranks(0, 17, 1)))
+        open_split("val", replace(place, ranks=Ranks(0, 17, 1)))
 
 
 # --- a whole evaluation ---
@@ -219,10 +223,13 @@ def test_the_checkpoint_and_the_untrained_encoder_are_told_apart(run_dir, tiny_s
 @pytest.mark.parametrize("which", ["last", "random"])
 def test_batch_norm_of_single_views_is_plain_in_evaluation(run_dir, place, which):
     """A run with BatchNorm per view has the features of the same weights with a joint one."""
-    per_view = replace(place.config.model, encoder_batch_norm="per_view", projector_batch_norm="per_view")
-    other = replace(place, config=replace(place.config, model=per_view))
-    a, b = (extract(_encoder(run_dir, which, p)[0], "val", p).x for p in (place, other))
-    assert torch.equal(a, b)
+    found = []
+    for form in ("joint", "per_view"):
+        words = ["--model.encoder_batch_norm", form, "--model.projector_batch_norm", form]
+        evaluator = Evaluator(run_dir, words, Ranks())
+        encode, _ = evaluator.encoder(which)
+        found.append(extract(encode, open_split("val", place), place).x)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("setting", [("--views.mean", "[0.5, 0.5, 0.5]"), ("--views.std", "[0.2, 0.2, 0.2]")])
@@ -252,7 +259,12 @@ def test_a_checkpoint_of_another_model_is_refused(run_dir):
         run_evaluation(run_dir, "last", ["--model.stem", "small", "--model.backbone", "resnet18"], BOTH)
 
 
-def test_splits_of_other_classes_are_refused():
-    a, b = (Features(torch.zeros(1, 1), torch.zeros(1), names, 0) for names in (["cats", "dogs"], ["dogs"]))
+def test_splits_of_other_classes_are_refused(run_dir, monkeypatch):
+    def opened(root: Path, split: str) -> Index:
+        index = open_index(root, split)
+        index.class_names = ["dogs"] if split == "val" else index.class_names
+        return index
+
+    monkeypatch.setattr(features, "open_index", opened)
     with pytest.raises(InputError, match="same classes: cats"):
-        _check_classes(a, b)
+        run_evaluation(run_dir, "last", [], BOTH)

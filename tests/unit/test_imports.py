@@ -52,6 +52,8 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.loop",
         "trainer.preview",
         "trainer.evaluate.run",
+        "trainer.evaluate.follow",
+        "trainer.cluster.status",
         "trainer.bench.checkpoint",
         "trainer.bench.end2end",
         "trainer.bench.all",

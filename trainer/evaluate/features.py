@@ -49,14 +49,29 @@ class Place:
     device: torch.device
 
 
-def extract(encode: Encode, split: str, place: Place) -> Features:
-    """Features of all labelled images of `split`; the same on every rank. Raises InputError where there are none."""
-    index = one_rank_a_node_first(place.ranks, lambda: open_index(Path(place.config.data.root), split))
+@dataclass(frozen=True)
+class Split:
+    """The images of a split that count."""
+
+    name: str
+    index: Index
+    labelled: np.ndarray  # (n,) int64, ids of the images with a label
+
+
+def open_split(name: str, place: Place) -> Split:
+    """Open a split; every rank calls this. Raises InputError where it has no labelled images, or fewer than ranks."""
+    index = one_rank_a_node_first(place.ranks, lambda: open_index(Path(place.config.data.root), name))
     labelled = np.flatnonzero(np.asarray(index.labels) >= 0)
     if not len(labelled):
-        raise InputError(f"the split {split!r} in {place.config.data.root} has no labelled images")
+        raise InputError(f"the split {name!r} in {place.config.data.root} has no labelled images")
     if len(labelled) < place.ranks.world_size:
-        raise InputError(f"the split {split!r} has {len(labelled)} labelled images: take no more ranks than that")
+        raise InputError(f"the split {name!r} has {len(labelled)} labelled images: take no more ranks than that")
+    return Split(name, index, labelled)
+
+
+def extract(encode: Encode, split: Split, place: Place) -> Features:
+    """Features of all labelled images of `split`; the same on every rank."""
+    index, labelled = split.index, split.labelled
     own = np.array_split(labelled, place.ranks.world_size)[place.ranks.rank]
     parts, used = [torch.zeros(0)], []
     dtype = autocast_dtype(place.config, place.device)
@@ -69,7 +84,9 @@ def extract(encode: Encode, split: str, place: Place) -> Features:
     x, ids = _gather(torch.cat(parts[1:]), np.concatenate(used), place)
     left_out = len(labelled) - len(ids)
     if left_out:
-        _log.warning("%d of %d images of split %s could not be read and do not count", left_out, len(labelled), split)
+        _log.warning(
+            "%d of %d images of split %s could not be read and do not count", left_out, len(labelled), split.name
+        )
     labels = torch.from_numpy(np.asarray(index.labels)[ids].astype(np.int64))
     return Features(x, labels, index.class_names, left_out)
 

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+FIGURES = ("top1", "top5", "standardised_top1", "standardised_top5")  # of a result, in percent
+
 
 def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
     """One row a figure of `results` ({measure: result of run_evaluation}), on stderr."""
@@ -14,7 +16,7 @@ def print_table(name: str, results: dict[str, dict[str, Any]]) -> None:
     title = f"encoder: {name}, {any_result['features']} features, {any_result['test_images']} test images"
     table = Table("measure", "percent", title=title)
     for measure, result in results.items():
-        for key in ("top1", "top5", "standardised_top1", "standardised_top5"):
+        for key in FIGURES:
             if key in result:
                 label = f"{result['k']}-nn" if measure == "knn" else "linear"
                 table.add_row(f"{label} {key.replace('_', ' ')}", f"{result[key]:.2f}")

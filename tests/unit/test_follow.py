@@ -1,0 +1,311 @@
+"""wmse evaluate --follow: what it measures, in which order, what it passes over, and when it ends."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import TINY
+from trainer.checkpoint import checkpoint_path, load_checkpoint
+from trainer.cli import main
+from trainer.cluster.jobs import Job
+from trainer.config_load import load_config
+from trainer.data.index import open_index
+from trainer.errors import InputError
+from trainer.evaluate import features, follow
+from trainer.evaluate.follow import RunWatch, follow_run
+from trainer.evaluate.run import run_evaluation
+from trainer.loop import pretrain
+from trainer.signals import StopRequest
+
+BOTH = ("linear", "knn")
+POLL = 0.02
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, a checkpoint each."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "tiny.yaml").write_text(TINY)
+    words = ["--data.root", str(tiny_set), "--run_dir", str(folder / "run"), "--max_steps", "3"]
+    words += ["--checkpoint.every_steps", "1", "--log.tensorboard", "true"]
+    assert pretrain(load_config(folder / "tiny.yaml", words), StopRequest()) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def results(run_dir: Path) -> dict[str, Any]:
+    return {path.name: json.loads(path.read_text()) for path in (run_dir / "eval").glob("*.json")}
+
+
+def write_state(run_dir: Path, status: str, age: float = 0.0, **more: Any) -> None:
+    run_dir.mkdir(exist_ok=True)
+    state = {"status": status, "heartbeat": time.time() - age, **more}
+    (run_dir / "state.json").write_text(json.dumps(state))
+
+
+def loaded_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of the checkpoints that are loaded from now on."""
+    steps: list[int] = []
+
+    def load(path: Path) -> dict[str, Any]:
+        content = load_checkpoint(path)
+        steps.append(content["step"])
+        return content
+
+    monkeypatch.setattr(follow, "load_checkpoint", load)
+    return steps
+
+
+def test_every_checkpoint_is_measured_once_and_oldest_first(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same figures as one by one; indices are opened once for all."""
+    steps, splits = loaded_steps(monkeypatch), []
+
+    def opened(root: Path, split: str) -> object:
+        splits.append(split)
+        return open_index(root, split)
+
+    monkeypatch.setattr(features, "open_index", opened)
+    follow_run(run_dir, [], BOTH, POLL)
+    assert steps == [1, 2, 3]
+    assert splits == ["train", "val"]
+    found = results(run_dir)
+    assert set(found) == {f"{measure}_{step}.json" for measure in BOTH for step in (1, 2, 3)}
+    for step in (1, 3):
+        alone = run_evaluation(run_dir, str(step), [], BOTH)
+        assert {measure: found[f"{measure}_{step}.json"] for measure in BOTH} == alone
+    assert found["knn_1.json"]["checkpoint"] == "1"
+
+
+def test_curves_lie_beside_those_of_the_training(run_dir: Path) -> None:
+    before = {path: path.read_bytes() for path in (run_dir / "tensorboard").iterdir()}
+    follow_run(run_dir, [], BOTH, POLL)
+    found = results(run_dir)
+    board = EventAccumulator(str(run_dir / "tensorboard" / "eval"))
+    board.Reload()
+    for tag in ("knn_top1", "linear_top1", "linear_top5", "linear_standardised_top1"):
+        measure, _, figure = tag.partition("_")
+        curve = {event.step: event.value for event in board.Scalars(f"eval/{tag}")}
+        assert curve == pytest.approx({step: found[f"{measure}_{step}.json"][figure] for step in (1, 2, 3)})
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_without_tensorboard_none_is_written(run_dir: Path) -> None:
+    follow_run(run_dir, ["--log.tensorboard", "false"], ("knn",), POLL)
+    assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
+    assert not (run_dir / "tensorboard" / "eval").exists()
+
+
+def test_a_second_start_measures_what_is_missing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was ended between two results, and a result that a full disk tore."""
+    follow_run(run_dir, [], BOTH, POLL)
+    whole = results(run_dir)
+    (run_dir / "eval" / "knn_2.json").unlink()
+    (run_dir / "eval" / "linear_3.json").write_text('{"top1": 5')
+    (run_dir / "eval" / "linear_2.json").write_text('{"top1": "mine"}')
+    steps = loaded_steps(monkeypatch)
+    follow_run(run_dir, [], BOTH, POLL)
+    assert steps == [2, 3]
+    assert results(run_dir) == whole | {"linear_2.json": {"top1": "mine"}}
+    steps.clear()
+    follow_run(run_dir, [], BOTH, POLL)
+    assert steps == []
+
+
+def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = checkpoint_path(run_dir / "checkpoints", 1).read_bytes()
+    checkpoint_path(run_dir / "checkpoints", 1).write_bytes(good[: len(good) // 2])
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 64
+    checkpoint_path(run_dir / "checkpoints", 2).write_bytes(flipped)
+    follow_run(run_dir, [], ("knn",), POLL)
+    assert set(results(run_dir)) == {"knn_3.json"}
+    log = capsys.readouterr().err
+    assert log.count("step 1 is passed over: can't read checkpoint") == 3  # a file system's passing fault is waited out
+    assert "could not be read: step_00000001.pt, step_00000002.pt" in log
+
+
+def test_a_checkpoint_that_becomes_whole_is_measured(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off at the first looks, as a network file system may show it; and one written again after it was given up."""
+    path = checkpoint_path(run_dir / "checkpoints", 2)
+    good, looks = path.read_bytes(), []
+    path.write_bytes(good[:1000])
+    real = time.sleep
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == follow._TRIES + 2:
+            path.write_bytes(good)
+            write_state(run_dir, "done")
+        real(seconds)
+
+    monkeypatch.setattr(follow.time, "sleep", sleep)
+    write_state(run_dir, "running")
+    follow_run(run_dir, [], ("knn",), POLL)
+    assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(path: Path) -> dict[str, Any]:
+        checkpoint_path(run_dir / "checkpoints", 2).unlink(missing_ok=True)
+        return load_checkpoint(path)
+
+    monkeypatch.setattr(follow, "load_checkpoint", load)
+    follow_run(run_dir, [], ("knn",), POLL)
+    assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
+    assert "step 2 is passed over: no checkpoint" in capsys.readouterr().err
+
+
+def test_it_waits_for_the_run_and_takes_what_comes(run_dir: Path, tmp_path: Path) -> None:
+    """Started before the run: no folder, then a queued run, settings, one checkpoint after the other, and the end."""
+    later = tmp_path / "later"
+
+    def wait_for(name: str) -> None:
+        end = time.monotonic() + 30
+        while not (later / "eval" / name).exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    follower = threading.Thread(target=follow_run, args=(later, [], ("knn",), POLL))
+    follower.start()
+    time.sleep(3 * POLL)
+    (later / "checkpoints").mkdir(parents=True)
+    write_state(later, "queued")
+    time.sleep(3 * POLL)
+    write_state(later, "running")
+    shutil.copy(run_dir / "config.yaml", later)
+    for step in (1, 2):
+        shutil.copy(checkpoint_path(run_dir / "checkpoints", step), later / "checkpoints" / "copy")
+        (later / "checkpoints" / "copy").rename(checkpoint_path(later / "checkpoints", step))
+        wait_for(f"knn_{step}.json")
+    assert follower.is_alive()
+    shutil.copy(checkpoint_path(run_dir / "checkpoints", 3), later / "checkpoints")
+    write_state(later, "done")
+    follower.join(30)
+    assert not follower.is_alive()
+    assert set(results(later)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
+
+
+def test_settings_that_do_not_fit_the_run_end_it(run_dir: Path) -> None:
+    with pytest.raises(InputError, match=r"views\.mean is .* was trained with"):
+        follow_run(run_dir, ["--views.mean", "[0.5, 0.5, 0.5]"], ("knn",), POLL)
+
+
+def test_several_ranks_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="--follow runs on one rank, not on 2"):
+        follow_run(run_dir, [], BOTH, POLL)
+
+
+# --- when a run is over ---
+
+Slurm = Callable[[str | None], None]
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """What SLURM says of job 5; None: nothing."""
+
+    def says(state: str | None) -> None:
+        known = {"5": Job(state, "", "")} if state else {}
+        monkeypatch.setattr(follow, "find_jobs", lambda ids: {i: known[i] for i in ids if i in known})
+
+    says(None)
+    return says
+
+
+@pytest.mark.parametrize("status", ["done", "paused", "stopped", "failed"])
+def test_a_final_word_ends_it(status: str, tmp_path: Path) -> None:
+    write_state(tmp_path, status)
+    assert RunWatch(tmp_path).why_over() == f"the run ended ({status})"
+
+
+def test_a_run_that_fails_before_its_settings_are_written_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_state(tmp_path, "failed")
+    follow_run(tmp_path, [], BOTH, POLL)
+    assert "there is nothing to measure" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", ["starting", "running"])
+@pytest.mark.parametrize(
+    ("minutes", "job", "job_state", "over"),
+    [
+        (29, None, None, False),
+        (31, None, None, True),
+        (31, "5", None, True),
+        (31, "5", "NODE_FAIL", True),
+        (31, "5", "RUNNING", False),
+        (31, "5", "PENDING", False),
+    ],
+)
+def test_silence_ends_it_unless_a_job_stands_behind_the_run(
+    status: str, minutes: int, job: str | None, job_state: str | None, over: bool, tmp_path: Path, slurm: Slurm
+) -> None:
+    slurm(job_state)
+    write_state(tmp_path, status, age=60 * minutes, job={"id": job, "restarts": 0} if job else None)
+    why = RunWatch(tmp_path).why_over()
+    assert (why is not None) == over
+    assert not over or "no sign of life for 31 min" in str(why)
+
+
+@pytest.mark.parametrize("status", ["queued", "preempted"])
+def test_a_run_in_the_queue_has_no_heartbeat(
+    status: str, tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its silence counts from the evaluator's own start, and only where its job has gone."""
+    write_state(tmp_path, status, age=1e6)
+    (tmp_path / "launch.json").write_text('{"job_id": "5"}')
+    watch = RunWatch(tmp_path)
+    assert watch.why_over() is None
+    now = time.time()
+    slurm("PENDING")
+    monkeypatch.setattr(follow.time, "time", lambda: now + 1900)
+    assert watch.why_over() is None
+    slurm("CANCELLED")
+    assert watch.why_over() is None  # seen waiting just now
+    monkeypatch.setattr(follow.time, "time", lambda: now + 3800)
+    assert "gave no sign of life" in str(watch.why_over())
+
+
+def test_a_run_that_was_never_started_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = RunWatch(tmp_path / "later")
+    monkeypatch.setattr(follow.time, "time", lambda: 1e12)
+    assert watch.why_over() is None
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--follow", "x", "--checkpoint", "last"], "--follow takes every checkpoint"),
+        (["--follow", "x", "--poll_seconds", "0"], "give a time above 0"),
+        (["--run_dir", "x", "--poll_seconds", "5"], "--poll_seconds is for --follow"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""Follows a run from beside it: measures each of its checkpoints as it appears, until the run is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from trainer.checkpoint import list_checkpoints, load_checkpoint
+from trainer.cluster.jobs import ACTIVE, find_jobs
+from trainer.cluster.ranks import find_ranks
+from trainer.cluster.runs import FINAL, number, read_json, read_run
+from trainer.errors import InputError
+from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.report import FIGURES, print_table
+from trainer.run_folder import start_logging
+
+_SILENT_SECONDS = 1800.0  # without a heartbeat, and without a job that could be the reason: the run is over
+_TRIES = 3  # a network file system may show a new file incomplete for some seconds
+_log = logging.getLogger(__name__)
+
+
+def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], poll_seconds: float) -> None:
+    """Measure every checkpoint that has no result yet, oldest first, until the run is over and none is left.
+
+    settings, measures: as for `run_evaluation`. The run need not have started yet. Can be ended and started again at any
+    time: what is measured is on the disk. Raises InputError where the settings do not fit the run."""
+    ranks = find_ranks()
+    start_logging(None, ranks.rank)
+    if ranks.world_size > 1:
+        raise InputError(f"--follow runs on one rank, not on {ranks.world_size}: start one task, with one GPU")
+    watch = RunWatch(run_dir)
+    evaluator = _wait_for_run(run_dir, settings, poll_seconds, watch)
+    if evaluator is None:
+        return
+    with _open_board(run_dir, evaluator) as board:
+        follower = _Follower(run_dir, evaluator, measures, board)
+        while True:
+            why_over = watch.why_over()  # first: what a run saved before it said so is in the list below
+            follower.measure_all()
+            if why_over and not follower.due():
+                break
+            time.sleep(poll_seconds)
+    _log.info("%s: nothing is left to measure%s", why_over, follower.failures())
+
+
+def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, watch: RunWatch) -> Evaluator | None:
+    """The evaluator, once the run has written its settings; None if it ends without."""
+    said = False
+    while not (run_dir / "config.yaml").exists():
+        why_over = watch.why_over()
+        if why_over:
+            _log.warning("%s before it wrote %s: there is nothing to measure", why_over, run_dir / "config.yaml")
+            return None
+        if not said:
+            _log.info("waiting for %s", run_dir / "config.yaml")
+        said = True
+        time.sleep(poll_seconds)
+    evaluator = Evaluator(run_dir, settings, find_ranks())
+    _log.info("following %s, a look every %g s", run_dir, poll_seconds)
+    return evaluator
+
+
+def _open_board(run_dir: Path, evaluator: Evaluator) -> AbstractContextManager[SummaryWriter | None]:
+    if not evaluator.config.log.tensorboard:
+        return nullcontext()
+    return closing(SummaryWriter(str(run_dir / "tensorboard" / "eval")))
+
+
+class _Follower:
+    """Measures what has no result yet."""
+
+    def __init__(
+        self, run_dir: Path, evaluator: Evaluator, measures: Sequence[str], board: SummaryWriter | None
+    ) -> None:
+        self._checkpoints, self._evaluator, self._measures = run_dir / "checkpoints", evaluator, measures
+        self._board = board
+        self._tries: Counter[tuple[Path, float]] = Counter()  # by version: a resumed run may write a step again
+
+    def due(self) -> list[tuple[int, Path, list[str]]]:
+        """(step, file, what is missing) of each checkpoint to measure, oldest first."""
+        found = []
+        for step, path in list_checkpoints(self._checkpoints):
+            missing = [measure for measure in self._measures if not self._has_result(measure, step)]
+            if missing and self._tries[path, _written(path)] < _TRIES:
+                found.append((step, path, missing))
+        return found
+
+    def _has_result(self, measure: str, step: int) -> bool:
+        problems: list[str] = []
+        return "top1" in read_json(self._evaluator.result_path(measure, str(step)), problems)
+
+    def measure_all(self) -> None:
+        """Measure what is due now; a checkpoint that can't be read is named and passed over, for this time."""
+        for step, path, missing in self.due():
+            try:
+                content = load_checkpoint(path)
+            except InputError as error:
+                self._tries[path, _written(path)] += 1
+                _log.warning("step %d is passed over: %s", step, error)
+                continue
+            self._measure(step, missing, content, path)
+
+    def _measure(self, step: int, missing: list[str], content: dict[str, Any], path: Path) -> None:
+        encode = self._evaluator.trained_encoder(content, path)
+        results = {}
+        for measure, result in self._evaluator.measure(encode, str(step), missing):
+            self._draw(step, measure, result)  # ahead of the file, which says that nothing is left to do
+            self._evaluator.write(measure, str(step), result)
+            results[measure] = result
+        print_table(str(step), results)
+
+    def _draw(self, step: int, measure: str, result: dict[str, Any]) -> None:
+        if self._board:
+            for figure in FIGURES:
+                if figure in result:
+                    self._board.add_scalar(f"eval/{measure}_{figure}", result[figure], step)
+            self._board.flush()
+
+    def failures(self) -> str:
+        """The checkpoints that could never be read, in words."""
+        lost = [path for (path, written), tries in self._tries.items() if tries >= _TRIES and written == _written(path)]
+        names = sorted(path.name for path in lost if path.exists())
+        return f"; could not be read: {', '.join(names)}" if names else ""
+
+
+def _written(path: Path) -> float:
+    """When a file was last written; 0 where it has gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+class RunWatch:
+    """Tells whether a run is over, also one that was killed and could not say so."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._began = time.time()
+        self._job_seen = 0.0  # when SLURM last said that the job waits or runs
+
+    def why_over(self) -> str | None:
+        """Why nothing more is to be expected of the run, in words; None while it waits or runs, or was never started."""
+        run = read_run(self._run_dir)
+        if run.status is None:
+            return None
+        if run.status in FINAL:
+            return f"the run ended ({run.status})"
+        beats = run.status in ("starting", "running")  # in a queue it has no heartbeat to show
+        beat = number(run.state, "heartbeat") if beats else None
+        last = max(self._began if beat is None else beat, self._job_seen)
+        if time.time() - last <= _SILENT_SECONDS:
+            return None
+        job = find_jobs([run.job_id]).get(run.job_id) if run.job_id else None
+        if job and job.state in ACTIVE:
+            self._job_seen = time.time()
+            return None
+        return f"the run said that it is {run.status}, but gave no sign of life for {(time.time() - last) / 60:.0f} min"
