@@ -124,7 +124,9 @@ def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -
 
 def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
     """Raises InputError if the run can't train. Prints what it will do."""
-    run_dir = open_run_folder(config.run_dir)
+    if not config.run_dir.rpartition("/")[2]:
+        raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
+    run_dir = Path(config.run_dir)
     job_id = read_run(run_dir).job_id
     job = find_jobs([job_id]).get(job_id) if job_id else None
     if job and job.state in ACTIVE:
@@ -165,12 +167,11 @@ def _nodes_line(config: Config, nodes: int, ranks_per_node: int) -> str:
 def _start_here(configs: list[Config], request: Request, *, dry_run: bool) -> int:
     """Run one config after the other on this machine; the first exit code that is not 0 ends the row."""
     for config in configs:
-        run_dir = Path(config.run_dir)
-        settings = save_settings(config, run_dir)
-        words = ["pretrain", "--config", str(settings)]
         if dry_run:
-            print(f"would start {request.ranks_per_node} rank(s) of: wmse {' '.join(words)}")
+            print(f"would start {request.ranks_per_node} rank(s) for {config.run_dir}")
             continue
+        run_dir = open_run_folder(config.run_dir)
+        words = ["pretrain", "--config", str(save_settings(config, run_dir))]
         _write_record(run_dir, {"cluster": "local", "job_id": None, "command": words}, request)
         code = run_local(words, request.ranks_per_node, run_dir if request.with_evaluator else None)
         if code:
@@ -199,7 +200,7 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
     folder = _common_folder(configs)
     code = take_snapshot(folder / "code")
     commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
-    before = [read_run(Path(config.run_dir)).state for config in configs]
+    before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
     for config in configs:  # before submitting: the job may start, and write its own state, at once
         write_queued(Path(config.run_dir), {})
     try:

@@ -1,0 +1,191 @@
+"""What a cluster does to a run, with real ranks but without SLURM: signals, stops, idle ranks, ranks that do not match."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.faults import Faults, Started, start
+from tests.integration.run_files import metrics, state
+from trainer.cli import main
+
+Words = list[str | Path]
+LONG = ("--optimizer.epochs", "100000", "--log.every_steps", "50")
+
+
+@pytest.fixture
+def words(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Callable[..., Words]:
+    """The words of a run in tmp_path/NAME."""
+
+    def make(*more: str, name: str = "run") -> Words:
+        return ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / name, *more]
+
+    return make
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., list[Started]]]:
+    """Starts ranks that are killed at the end of the test."""
+    running: list[Started] = []
+
+    def call(command: Words, ranks: int = 1, **faults: object) -> list[Started]:
+        running.extend(started := start(command, tmp_path, Faults(**faults), ranks))  # type: ignore[arg-type]
+        return started
+
+    yield call
+    for process in running:
+        if process.is_running():
+            process.kill()
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_training(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and len((run_dir / "metrics.jsonl").read_text()) > 0
+
+
+def test_wmse_stop_saves_and_the_next_start_goes_on(
+    words: Callable[..., Words],
+    begin: Callable[..., list[Started]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ranks = begin(words(*LONG), 2)
+    wait_until(lambda: is_training(tmp_path / "run"))
+    assert main(["stop", str(tmp_path / "run")]) == 0
+    assert "stopped after step" in capsys.readouterr().out
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    status, code, step = state(tmp_path / "run")
+    assert (status, code) == ("stopped", 0)
+    assert (tmp_path / "run" / "checkpoints" / f"step_{step:08d}.pt").exists()
+    assert main(["stop", str(tmp_path / "run")]) == 0
+    assert "has already ended: stopped" in capsys.readouterr().out
+    assert begin(words(*LONG, "--max_steps", str(step + 1)))[0].wait() == 0
+    assert state(tmp_path / "run") == ("paused", 0, step + 1)
+
+
+def test_a_requeued_job_does_not_go_on_with_a_stopped_run(
+    words: Callable[..., Words], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([str(word) for word in words("--max_steps", "1")]) == 0
+    (tmp_path / "run" / "stop").touch()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert main([str(word) for word in words()]) == 0
+    assert state(tmp_path / "run")[2] == 1
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert main([str(word) for word in words()]) == 0
+    assert state(tmp_path / "run") == ("done", 0, 9)
+
+
+def test_a_run_that_never_gets_on_is_not_requeued_for_ever(
+    words: Callable[..., Words], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each start is ended before its first step, as by a time limit shorter than the start."""
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setattr("trainer.loop.train", lambda run, stop, state: 75)
+    for restart in range(3):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        assert main([str(word) for word in words()]) == 75
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    assert main([str(word) for word in words()]) == 1
+    assert "3 starts in a row made no checkpoint beyond step 0" in capsys.readouterr().err
+    assert state(tmp_path / "run") == ("failed", 1, 0)
+
+
+def test_a_signal_ends_a_run_whose_files_hang(
+    words: Callable[..., Words], begin: Callable[..., list[Started]], tmp_path: Path
+) -> None:
+    (rank,) = begin(words("--stop_timeout_seconds", "1"), bad_reads=tuple(range(48)), bad_read="hangs")
+    wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    rank.signal(signal.SIGTERM)
+    assert rank.wait(20) == 75
+    assert state(tmp_path / "run") == ("preempted", 75, 0)
+    assert "the run hangs and ends without another checkpoint" in rank.output()
+
+
+def test_a_signal_ends_ranks_that_wait_for_each_other(
+    words: Callable[..., Words], begin: Callable[..., list[Started]], tmp_path: Path
+) -> None:
+    """Rank 1 is frozen, so rank 0 hangs in a collective and can't agree on anything."""
+    first, second = begin(words(*LONG, "--stop_timeout_seconds", "1"), 2, on_rank=1, freeze_at_step=3)
+    wait_until(lambda: psutil.Process(second.pid).status() == psutil.STATUS_STOPPED)
+    first.signal(signal.SIGUSR1)
+    assert first.wait(20) == 75
+    assert state(tmp_path / "run")[:2] == ("preempted", 75)
+
+
+def test_all_ranks_end_if_another_run_holds_the_folder(
+    words: Callable[..., Words], begin: Callable[..., list[Started]], tmp_path: Path
+) -> None:
+    begin(words(*LONG))
+    wait_until(lambda: is_training(tmp_path / "run"))
+    late = begin(words(*LONG), 2)
+    began = time.monotonic()
+    assert [rank.wait(30) for rank in late] == [2, 2]
+    assert time.monotonic() - began < 15
+    assert all("is in use by another process" in rank.output() for rank in late)
+    assert state(tmp_path / "run")[0] == "running"
+
+
+def test_ranks_over_which_the_batch_does_not_divide_stay_idle(
+    words: Callable[..., Words], begin: Callable[..., list[Started]], tmp_path: Path
+) -> None:
+    more = ("--data.images_per_step", "32", "--log.every_steps", "1")
+    assert [rank.wait() for rank in begin(words(*more, name="two"), 2)] == [0, 0]
+    three = begin(words(*more, "--allow_idle_ranks", "true"), 3)
+    assert [rank.wait() for rank in three] == [0, 0, 0]
+    assert "this rank stays idle" in three[2].output()
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "two")
+
+
+def test_a_run_goes_on_alike_on_fewer_nodes(
+    words: Callable[..., Words], begin: Callable[..., list[Started]], tmp_path: Path
+) -> None:
+    """Two ranks of 16 images, then one with two micro-batches of 16: BatchNorm sees the same rows, so all is the same but
+    for rounding."""
+    more = ("--data.images_per_step", "32", "--optimizer.images_per_micro_batch", "16", "--optimizer.epochs", "6")
+    assert [rank.wait() for rank in begin(words(*more, name="whole"), 2)] == [0, 0]
+    assert [rank.wait() for rank in begin(words(*more, "--max_steps", "3"), 2)] == [0, 0]
+    (alone,) = begin(words(*more))
+    assert alone.wait() == 0
+    assert (
+        "saved by 2 rank(s), going on with 1: images, views and slices of each step stay the same, BatchNorm too"
+        in alone.output()
+    )
+    for ours, theirs in zip(metrics(tmp_path / "run"), metrics(tmp_path / "whole"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+def test_launch_starts_all_ranks_here_and_leaves_none_behind(
+    words: Callable[..., Words], tmp_path: Path, tiny_config: Path
+) -> None:
+    command = [sys.executable, "-m", "trainer", "launch", "--cluster", "local", "--ranks_per_node", "2"]
+    more = [str(word) for word in words(*LONG)[1:]]
+    launcher = subprocess.Popen([*command, *more], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: is_training(tmp_path / "run"))
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(ranks) >= 2
+        assert json.loads((tmp_path / "run" / "state.json").read_text())["world_size"] == 2
+        launcher.send_signal(signal.SIGTERM)
+        _, errors = launcher.communicate(timeout=40)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 75, errors
+    assert state(tmp_path / "run")[:2] == ("preempted", 75)
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert alive == []

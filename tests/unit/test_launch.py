@@ -1,0 +1,132 @@
+"""wmse launch: what is checked before anything starts, and the batch script. (Real jobs: tests/slurm.)"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import main
+from trainer.cluster.slurm import submit
+from trainer.errors import InputError
+
+Launch = Callable[..., int]
+
+
+@pytest.fixture
+def launch(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Launch:
+    """`wmse launch` for SLURM with --dry_run, settings of the tiny run and more words."""
+
+    def call(*words: str, cluster: str = "slurm", dry_run: bool = True) -> int:
+        own = ["--config", str(tiny_config), "--cluster", cluster, "--data.root", str(tiny_set)]
+        end = ["--dry_run"] if dry_run else []
+        return main(["launch", *own, "--run_dir", str(tmp_path / "runs" / "a"), *words, *end])
+
+    return call
+
+
+def test_the_batch_script_says_what_was_asked_for(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--partition", "gpu", "--account", "me", "--qos", "high", "--constraint", "h100", "--time", "1-00:00:00",
+               "--gpus_per_node", "2", "--memory", "64G", "--cpus_per_task", "8", "--exclude", "n3", "--nodelist", "n[1-2]",
+               "--dependency", "afterok:7", "--mail_user", "me@example.org", "--mail_type", "END", "--exclusive", "true",
+               "--signal_seconds", "300")  # fmt: skip
+    assert launch("--nodes", "2", "--ranks_per_node", "1", *options) == 0
+    out = capsys.readouterr().out
+    script = {line.removeprefix("#SBATCH --") for line in out.splitlines() if line.startswith("#SBATCH")}
+    assert script >= {"partition=gpu", "account=me", "qos=high", "constraint=h100", "time=1440", "gpus-per-node=2", "mem=64G",
+                      "cpus-per-task=8", "exclude=n3", "nodelist='n[1-2]'", "dependency=afterok:7",
+                      "mail-user=me@example.org", "mail-type=END", "exclusive", "signal=USR2@300", "nodes=2",
+                      "ntasks-per-node=1", "requeue", "open-mode=append", "job-name=a"}  # fmt: skip
+    assert not [option for option in script if option.startswith("wckey")]
+    assert "srun --unbuffered" in out
+    assert "--kill-on-bad-exit=0 --cpus-per-task=8" in out
+    assert 'if [ "$code" -eq 75 ]; then scontrol requeue' in out
+    assert out.rstrip().endswith('exit "$code"')
+
+
+def test_a_range_of_nodes_keeps_the_batch_and_says_what_changes(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--data.images_per_step", "48", "--nodes", "1-3", "--ranks_per_node", "1")
+    assert launch(*words) == 0
+    out = capsys.readouterr().out
+    assert "1 node(s): 1 ranks, 48 images each in 3 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
+    assert "2 node(s): 1 ranks (1 of 2 idle: the global batch does not divide over all), 48 images each in 3" in out
+    assert "3 node(s): 3 ranks, 16 images each in 1 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
+    assert "#SBATCH --nodes=1-3" in out
+
+
+def test_an_array_has_a_folder_for_each_value(
+    launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert launch("--array", "seed=0,7", "--nodes", "1") == 0
+    out = capsys.readouterr().out
+    assert f"run {tmp_path}/runs/a/seed-0\n" in out
+    assert f"run {tmp_path}/runs/a/seed-7\n" in out
+    assert "#SBATCH --array=0-1%2" in out
+    assert f"--output={tmp_path}/runs/a/slurm/%A_%a_0_log.out" in out
+
+
+def test_an_array_over_configs(
+    launch: Launch, capsys: pytest.CaptureFixture[str], tiny_config: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.yaml"
+    shutil.copy(tiny_config, other)
+    assert launch("--array", f"config={tiny_config},{other}") == 0
+    assert f"run {tmp_path}/runs/a/config-other\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "3"], "16, which 3 ranks can't share evenly"),
+        (["--nodes", "x"], "--nodes is 'x'"),
+        (["--ranks_per_node", "0"], "--ranks_per_node is 0"),
+        (["--data.root", "/nowhere"], "/nowhere"),
+        (["--data.images_per_step", "17"], "not a multiple of loss.slice_size"),
+        (["--array", "sede=1,2"], "--array is 'sede=1,2'"),
+        (["--array", "seed"], "--array is 'seed'"),
+        (["--array", "seed=1,1"], "stands twice"),
+        (["--run_dir", ""], "run_dir is not set"),
+        (["--partitoin", "low"], "unknown setting partitoin"),
+        (["--site", "/no/site.yaml"], "no config file /no/site.yaml"),
+        (["--data_on_nodes"], "set data.expected_images"),
+    ],
+)
+def test_what_can_not_train_is_refused_before_anything_is_submitted(
+    words: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert launch(*words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "#SBATCH" not in captured.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_on_the_nodes_are_not_looked_for_here(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data.root", "/local/set", "--data_on_nodes", "--data.expected_images", "480")
+    assert launch(*words) == 0
+    assert "images: 480 in /local/set" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--nodes", "2"], ["--partition", "low"], ["--site", "x.yaml"]])
+def test_options_of_a_cluster_are_refused_for_this_machine(
+    words: list[str], launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*words, cluster="local") == 2
+    assert "local" in capsys.readouterr().err
+
+
+def test_without_slurm_nothing_is_submitted_and_no_run_claims_to_be_queued(
+    launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch(dry_run=False) == 2
+    assert "srun was not found" in capsys.readouterr().err
+    state = json.loads((tmp_path / "runs" / "a" / "state.json").read_text())
+    assert state["status"] == "failed"
+    with pytest.raises(InputError, match="srun was not found"):
+        submit(tmp_path, {}, [["pretrain"]])

@@ -1,0 +1,149 @@
+"""state.json: what a run says of itself to others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import run_state
+from trainer.cluster.ranks import Ranks
+from trainer.faults import TrainingFailedError
+from trainer.run_state import RunState, stop_file, wait_for_end, write_queued
+from trainer.signals import STOP, StopRequest
+
+REQUEUED = Ranks(job_id="123", restarts=1)
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "state.json").read_text())
+    return found
+
+
+def started(run_dir: Path, ranks: Ranks, *, checkpoint: int = 0, most: int = 3) -> RunState:
+    """A start that finds the checkpoint of a step."""
+    (run_dir / "checkpoints").mkdir(exist_ok=True)
+    if checkpoint:
+        (run_dir / "checkpoints" / f"step_{checkpoint:08d}.pt").touch()
+    state = RunState(run_dir, ranks)
+    state.start(most)
+    return state
+
+
+def test_starts_are_counted_and_the_job_is_named(tmp_path: Path) -> None:
+    assert [started(tmp_path, ranks).starts for ranks in (Ranks(), REQUEUED)] == [1, 2]
+    found = state_of(tmp_path)
+    assert (found["status"], found["exit_code"], found["job"]) == ("starting", None, {"id": "123", "restarts": 1})
+    (tmp_path / "state.json").write_text("[garbage")
+    assert started(tmp_path, Ranks()).starts == 1
+
+
+def test_a_job_that_is_requeued_again_and_again_without_a_new_checkpoint_is_given_up(tmp_path: Path) -> None:
+    started(tmp_path, Ranks(job_id="123"), most=2)
+    started(tmp_path, REQUEUED, most=2)
+    with pytest.raises(TrainingFailedError, match=r"2 starts in a row made no checkpoint beyond step 0.*not requeued"):
+        started(tmp_path, REQUEUED, most=2)
+    # submitted anew by somebody, it gets its chances again
+    started(tmp_path, Ranks(job_id="124"), most=2)
+    started(tmp_path, REQUEUED, most=2)
+
+
+def test_a_new_checkpoint_is_progress(tmp_path: Path) -> None:
+    started(tmp_path, Ranks(job_id="123"), most=1)
+    for step in (5, 10, 15):
+        started(tmp_path, REQUEUED, checkpoint=step, most=1)
+    assert state_of(tmp_path)["first_step"] == 15
+
+
+def test_the_first_word_on_how_a_run_ended_stays(tmp_path: Path) -> None:
+    state = started(tmp_path, Ranks())
+    state.ended("done", 0, step=9)
+    state.preempted()
+    state.failed(RuntimeError("too late"))
+    found = state_of(tmp_path)
+    assert (found["status"], found["exit_code"], found["step"]) == ("done", 0, 9)
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    state = RunState(tmp_path, Ranks(1, 2))
+    state.note(step=3)
+    state.ended("failed", 1)
+    state.failed(RuntimeError("boom"))
+    assert not (tmp_path / "state.json").exists()
+
+
+def test_an_error_before_the_folder_was_taken_leaves_the_state_of_the_run_that_holds_it(tmp_path: Path) -> None:
+    started(tmp_path, Ranks())
+    before = state_of(tmp_path)
+    RunState(tmp_path, Ranks()).failed(RuntimeError("in use"))
+    assert state_of(tmp_path) == before
+
+
+def test_the_heartbeat_goes_on_and_carries_what_was_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
+    state = started(tmp_path, Ranks())
+    with state.heartbeat(StopRequest()):
+        state.note(step=7, loss=1.5)
+        first = state_of(tmp_path)["heartbeat"]
+        end = time.monotonic() + 5
+        while state_of(tmp_path)["heartbeat"] == first and time.monotonic() < end:
+            time.sleep(0.02)
+    found = state_of(tmp_path)
+    assert (found["step"], found["loss"]) == (7, 1.5)
+    assert found["heartbeat"] > first
+
+
+def test_wmse_stop_reaches_the_run_and_is_forgotten_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
+    state, stop = started(tmp_path, Ranks()), StopRequest()
+    with state.heartbeat(stop):
+        assert not stop.asked
+        stop_file(tmp_path).touch()
+        end = time.monotonic() + 5
+        while not stop.asked and time.monotonic() < end:
+            time.sleep(0.02)
+    assert stop.level == STOP
+    started(tmp_path, Ranks())
+    assert not stop_file(tmp_path).exists()
+
+
+def test_a_write_that_hangs_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = started(tmp_path, Ranks())
+    monkeypatch.setattr(run_state, "_LOCK_SECONDS", 0.1)
+    release = threading.Event()
+    monkeypatch.setattr(run_state, "write_text", lambda path, text: release.wait(10))
+    thread = threading.Thread(target=state.write)
+    thread.start()
+    began = time.monotonic()
+    state.preempted()
+    assert time.monotonic() - began < 5
+    release.set()
+    thread.join()
+
+
+def test_an_idle_rank_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
+    started(tmp_path, Ranks()).ended("failed", 1)  # by an earlier start
+    codes: list[int] = []
+    idle = threading.Thread(target=lambda: codes.append(wait_for_end(tmp_path, StopRequest(), 60)), daemon=True)
+    idle.start()
+    time.sleep(0.2)
+    assert codes == []
+    started(tmp_path, Ranks()).ended("preempted", 75)
+    idle.join(5)
+    assert codes == [75]
+
+
+def test_a_queued_run_keeps_what_is_known_of_it(tmp_path: Path) -> None:
+    started(tmp_path, Ranks()).ended("preempted", 75, step=40, total_steps=100)
+    write_queued(tmp_path, {})
+    found = state_of(tmp_path)
+    assert (found["status"], found["step"], found["total_steps"], found["starts"]) == ("queued", 40, 100, 1)
+    assert found["exit_code"] is None
