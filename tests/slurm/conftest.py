@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, TINY, write_images
-from tests.slurm.jobs import Job, launch, leftovers
+from tests.slurm.jobs import Job, launch, leftovers, submitted
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster"
-PACKAGES = "munge slurm-client slurmctld slurmd slurmdbd mariadb-server-core mariadb-client-core"
 PROGRAMS = ("munged", "sbatch", "slurmctld", "slurmd", "slurmdbd", "mariadbd", "mariadb-install-db")
-NODES_PER_WORKER = 2
 FOLDER = "WMSE_TEST_CLUSTER"  # variable by which workers find what the first process started
 
 
@@ -34,13 +32,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
     if missing:
-        pytest.exit(f"no {', '.join(missing)}: apt-get install --no-install-recommends {PACKAGES}", returncode=1)
+        packages = (CLUSTER / "packages.txt").read_text().replace("\n", " ")
+        pytest.exit(f"no {', '.join(missing)}: apt-get install --no-install-recommends {packages}", returncode=1)
     if os.geteuid() != 0:
-        pytest.exit("the pretend nodes have host names of their own, which only root may give: run as root", returncode=1)
+        pytest.exit(
+            "the pretend nodes have host names of their own, which only root may give: run as root", returncode=1
+        )
     folder = Path(tempfile.mkdtemp(prefix="wmse_slurm_"))
     os.environ[FOLDER] = str(folder)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{path}"  # of sbatch scripts, which find the `wmse` of this Python
+    os.environ["PATH"] = path
+    os.environ["WMSE_PYTHON"] = sys.executable  # for the sbatch scripts
     os.environ["PYTHONPATH"] = str(ROOT)
     started = subprocess.run([CLUSTER / "start.sh", folder], stderr=subprocess.PIPE, text=True, check=False)
     if started.returncode:
@@ -72,15 +74,16 @@ def cluster() -> Path:
 
 
 @pytest.fixture
-def nodes(cluster: Path, tmp_path: Path) -> Iterator[list[str]]:
+def nodes(cluster: Path) -> Iterator[list[str]]:
     """Two nodes that no other worker uses. Nothing may be left on them when the test is over."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = NODES_PER_WORKER * worker + 1
-    mine = [f"n{number}" for number in range(first, first + NODES_PER_WORKER)]
+    mine = [f"n{2 * worker + 1}", f"n{2 * worker + 2}"]
     yield mine
-    subprocess.run(["scancel", f"--nodelist={','.join(mine)}"], check=True)
-    subprocess.run(["scancel", "--state=PENDING", "--user=root", f"--name={tmp_path.name}"], check=True)
-    assert not leftovers(cluster, mine), leftovers(cluster, mine)
+    if submitted:
+        subprocess.run(["scancel", *submitted], check=True)
+        submitted.clear()
+    left = {node: leftovers(cluster, node) for node in mine}
+    assert left == {node: [] for node in mine}
 
 
 # --- runs on it ---
@@ -105,8 +108,8 @@ def unbroken(cluster: Path, nodes: list[str]) -> Job:
     run_dir = cluster / "unbroken"
     with (cluster / "unbroken.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if run_dir.exists():
-            return Job.of(run_dir)
-        job = launch(write_config(cluster, cluster), run_dir, nodes)
+        if not (run_dir / "launch.json").exists():
+            launch(write_config(cluster, cluster), run_dir, nodes)
+        job = Job.of(run_dir)
         job.wait_for("COMPLETED")
-        return job
+    return job

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,18 @@ def run_wmse(*words: str | Path) -> str:
     return done.stdout
 
 
+submitted: list[str] = []  # in this process, for whoever cleans up
+
+
 @dataclass(frozen=True)
 class Job:
     """A job and the run that it makes."""
 
     id: str
     run_dir: Path
+
+    def __post_init__(self) -> None:
+        submitted.append(self.id)
 
     @classmethod
     def of(cls, run_dir: Path) -> Job:
@@ -139,42 +145,70 @@ class Job:
         self.thaw()
 
 
-def sbatch(script: Path, *words: str | Path, run_dir: Path, nodes: list[str], options: tuple[str, ...] = ()) -> Job:
-    """Submit one of the project's scripts, a rank on each node."""
+def sbatch(script: str, run_dir: Path, nodes: list[str], *words: str | Path, options: Sequence[str] = ()) -> Job:
+    """Submit one of the project's scripts, a rank on each node. words: what the script takes; options: of sbatch."""
     run_dir.mkdir(exist_ok=True)
-    where = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=1", "--cpus-per-task=2"]
-    texts = [f"--output={run_dir}/job-%j.out", f"--chdir={ROOT}", f"--job-name={run_dir.parent.name}"]
-    return Job(command("sbatch", "--parsable", *where, *texts, *options, script, *words), run_dir)
+    where = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    texts = [f"--output={run_dir}/job-%j.out", f"--chdir={ROOT}", "--gpus-per-node=1"]
+    words = ("--parsable", *where, *texts, *options, ROOT / "slurm" / script, *words)
+    return Job(command("sbatch", *words), run_dir)
 
 
 def launch(config: Path, run_dir: Path, nodes: list[str], *more: str | Path, ranks_per_node: int = 1) -> Job:
     """Submit by `wmse launch`."""
     where = ["--nodes", str(len(nodes)), "--nodelist", ",".join(nodes), "--ranks_per_node", str(ranks_per_node)]
     words = ["--config", config, "--cluster", "slurm", "--run_dir", run_dir, "--cpus_per_task", "1", "--time", "30"]
-    run_wmse("launch", *words, *where, *more)
+    run_wmse("launch", *words, *where, "--gpus_per_node", "1", *more)
     return Job.of(run_dir)
 
 
 def preempt(job: Job, nodes: list[str], cores: int = 4) -> None:
-    """Take the nodes of a running job for a job of the partition that goes before, for two seconds."""
+    """Take so many cores of each node for a job of the partition that goes before, until `job` has made room."""
+    restarts = job.restarts
     where = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cores}", "--partition=high"]
-    words = ["--parsable", "--output=/dev/null", "--wrap=sleep 2", f"--job-name={job.run_dir.parent.name}"]
-    other = Job(command("sbatch", *words, *where), job.run_dir)
+    other = Job(command("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 1", *where), job.run_dir)
+    job.wait_until(lambda: job.restarts > restarts, "requeued")
     other.wait_for("COMPLETED")
 
 
-# --- what is left ---
+# --- nodes ---
 
 
-def leftovers(cluster: Path, nodes: list[str], seconds: float = 20) -> list[str]:
-    """Processes of jobs and files in shared memory on these nodes that are still there after a while."""
+def processes(cluster: Path, node: str) -> list[psutil.Process]:
+    """All on a pretend node, its slurmd first: those with the same host name as it, in the sense of the kernel."""
+    slurmd = psutil.Process(int((cluster / "run" / f"slurmd-{node}.pid").read_text()))
+    same = [process for process in psutil.process_iter() if _host_name(process) == _host_name(slurmd)]
+    return [slurmd, *(process for process in same if process != slurmd)]
+
+
+def kill_node(cluster: Path, node: str) -> None:
+    """Kill everything on a node, as a power cut does."""
+    for process in processes(cluster, node):
+        process.kill()
+
+
+def start_node(cluster: Path, node: str) -> None:
+    """Bring it back."""
+    command(ROOT / "tests" / "slurm" / "cluster" / "node.sh", cluster, node)
+
+
+def leftovers(cluster: Path, node: str, seconds: float = 20) -> list[str]:
+    """Processes of jobs and files in shared memory on a node that are still there after a while."""
     deadline = time.monotonic() + seconds
     while True:
-        found = [str(file) for node in nodes for file in (cluster / "shm" / node).iterdir()]
-        found += [str(process) for process in psutil.process_iter() if _variable(process, "SLURMD_NODENAME") in nodes]
+        found = [str(file) for file in (cluster / "shm" / node).iterdir()]
+        found += [str(process) for process in processes(cluster, node)[1:]]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.2)
+
+
+def _host_name(process: psutil.Process) -> str | None:
+    """The namespace that its host name is in, None for a process that is over."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/uts")
+    except OSError:
+        return None
 
 
 def _python_processes() -> list[psutil.Process]:
