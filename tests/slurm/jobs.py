@@ -112,10 +112,8 @@ class Job:
     def report(self) -> str:
         """The scheduler's view and the ends of all texts of the run."""
         parts = [command("scontrol", "show", "job", self.id), command("sacct", "--duplicates", f"--jobs={self.id}")]
-        for path in sorted(self.run_dir.rglob("*")):
-            if path.suffix in (".txt", ".out", ".err") or path.name == "state.json":
-                parts.append(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}")
-        return "\n".join(parts)
+        paths = [path for pattern in ("*.txt", "*.out", "state.json") for path in self.run_dir.rglob(pattern)]
+        return "\n".join([*parts, *(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)])
 
     # --- strike ---
 
