@@ -85,14 +85,14 @@ class Job:
         options = ["--duplicates", "--allocations", "--noheader", "--parsable2", "--format=State", f"--jobs={self.id}"]
         return [line.split()[0] for line in command("sacct", *options).splitlines()]
 
-    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
         """Look again and again; past the deadline the test fails and shows what there is to see."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{seconds:.0f} s, and not yet {what}\n{self.report()}"
             time.sleep(0.1)
 
-    def wait_for(self, state: str, seconds: float = 120) -> None:
+    def wait_for(self, state: str, seconds: float = 180) -> None:
         """Wait for a state; another final one is a failure at once."""
         final = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"} - {state}
         found = ""
@@ -105,7 +105,7 @@ class Job:
         self.wait_until(arrived, state, seconds)
         assert found == state, f"{found}, not {state}\n{self.report()}"
 
-    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, step: int, seconds: float = 180) -> None:
         """Wait for a logged step."""
         self.wait_until(lambda: self.step >= step, f"at step {step}", seconds)
 
@@ -152,21 +152,28 @@ def sbatch(script: str, run_dir: Path, nodes: list[str], *words: str | Path, opt
     return Job(command("sbatch", *words), run_dir)
 
 
-def launch(config: Path, run_dir: Path, nodes: list[str], *more: str | Path, ranks_per_node: int = 1) -> Job:
-    """Submit by `wmse launch`."""
-    where = ["--nodes", str(len(nodes)), "--nodelist", ",".join(nodes), "--ranks_per_node", str(ranks_per_node)]
-    words = ["--config", config, "--cluster", "slurm", "--run_dir", run_dir, "--cpus_per_task", "1", "--time", "30"]
-    run_wmse("launch", *words, *where, "--gpus_per_node", "1", *more)
+def launch(config: Path, run_dir: Path, nodes: list[str], *more: str | Path) -> Job:
+    """Submit by `wmse launch`, a rank on each node where `more` says nothing else."""
+    run_launch(config, run_dir, nodes, *more)
     return Job.of(run_dir)
 
 
-def preempt(job: Job, nodes: list[str], cores: int = 4) -> None:
-    """Take so many cores of each node for a job of the partition that goes before, until `job` has made room."""
-    restarts = job.restarts
+def run_launch(config: Path, run_dir: Path, nodes: list[str], *more: str | Path) -> None:
+    """`wmse launch`, of one run or of an array."""
+    words = ["--config", config, "--cluster", "slurm", "--run_dir", run_dir, "--nodes", str(len(nodes))]
+    where = ["--nodelist", ",".join(nodes), "--gpus_per_node", "1", "--cpus_per_task", "1", "--time", "30"]
+    run_wmse("launch", *words, *where, *more)
+
+
+def preempt(jobs: Sequence[Job], nodes: list[str], cores: int = 4) -> Job:
+    """Take so many cores of each node for a job of the partition that goes before; returns the job that made room."""
+    before = [job.restarts for job in jobs]
     where = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cores}", "--partition=high"]
-    other = Job(command("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 1", *where), job.run_dir)
-    job.wait_until(lambda: job.restarts > restarts, "requeued")
+    other = Job(command("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 1", *where), jobs[0].run_dir)
     other.wait_for("COMPLETED")
+    struck = [job for job, restarts in zip(jobs, before, strict=True) if job.restarts > restarts]
+    assert len(struck) == 1, "\n".join(job.report() for job in jobs)
+    return struck[0]
 
 
 # --- nodes ---

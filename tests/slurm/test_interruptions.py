@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from tests.slurm.jobs import Job, assert_same_run, command, kill_node, launch, p
 STEPS = 120
 
 
-def test_time_limit(cluster: Path, config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
+def test_time_limit(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
     """By the plain script. SLURM sends the signal up to 30 s before the 10 s that are asked for here."""
     words = (config, "--run_dir", tmp_path / "run")
     job = sbatch("pretrain.sbatch", tmp_path / "run", nodes, *words, options=("--time=2", "--signal=USR1@10"))
@@ -32,13 +31,13 @@ def test_three_restarts(config: Path, nodes: list[str], unbroken: Job, tmp_path:
     job = launch(config, tmp_path / "run", nodes)
     job.wait_for_step(5)
     job.freeze(ranks=2)
-    preempt(job, nodes)
+    preempt([job], nodes)
     saved = job.run_state()
     assert saved["checkpoint_step"] >= 5, job.report()
 
     job.wait_until(lambda: job.restarts == 1 and job.step > saved["checkpoint_step"], "at work again")
     job.freeze(ranks=2)
-    command("scancel", f"--signal={signal.SIGUSR2.name.removeprefix('SIG')}", job.id)
+    command("scancel", "--signal=USR2", job.id)
     job.thaw_when_signalled()
     job.wait_until(lambda: job.restarts == 2, "requeued")
     saved = job.run_state()
@@ -100,8 +99,8 @@ def test_wmse_stop(config: Path, nodes: list[str], tmp_path: Path) -> None:
 
 
 def test_starts_without_progress_end_the_job(config: Path, nodes: list[str], tmp_path: Path) -> None:
-    """Each start is told to stop before its first step."""
-    words = (config, "--run_dir", tmp_path / "run", "--max_idle_restarts", "2")
+    """Each start is told to stop before its first step: while it makes a model that takes 2 s to make."""
+    words = (config, "--run_dir", tmp_path / "run", "--max_idle_restarts", "2", "--model.backbone", "resnet152")
     job = sbatch("pretrain.sbatch", tmp_path / "run", nodes[:1], *words)
     for start in (1, 2):
         job.wait_until(lambda n=start: starts(job) == n, f"at start {start}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.run_files import metrics
-from tests.slurm.jobs import Job, assert_same_run, command, launch, run_wmse
+from tests.slurm.jobs import Job, assert_same_run, command, launch, preempt, run_launch, run_wmse
 
 STEPS = 120
 
@@ -35,7 +35,7 @@ def test_status_of_a_run_that_is_done(unbroken: Job) -> None:
 
 
 def test_two_jobs_on_one_node_at_once(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
-    jobs = [launch(config, tmp_path / name, nodes[:1], ranks_per_node=2) for name in ("first", "second")]
+    jobs = [launch(config, tmp_path / name, nodes[:1], "--ranks_per_node", "2") for name in ("first", "second")]
     for job in jobs:
         job.wait_for_step(1)
         job.freeze(ranks=2)
@@ -47,41 +47,23 @@ def test_two_jobs_on_one_node_at_once(config: Path, nodes: list[str], unbroken: 
 
 
 def test_only_the_preempted_task_of_an_array_is_requeued(config: Path, nodes: list[str], tmp_path: Path) -> None:
-    launch_words = ("--array", "seed=0,1", "--cpus_per_task", "2")
+    """The two tasks fill a node."""
     array = tmp_path / "array"
-    jobs = launch_array(config, array, nodes[:1], *launch_words)
+    run_launch(config, array, nodes[:1], "--array", "seed=0,1", "--cpus_per_task", "2")
+    jobs = [Job.of(array / f"seed-{seed}") for seed in (0, 1)]
     for job in jobs:
         job.wait_for_step(1)
         job.freeze(ranks=1)
-    struck = preempt_one(jobs, nodes[:1])
+    struck = preempt(jobs, nodes[:1], cores=2)
     for job in jobs:
         job.thaw()
     for job in jobs:
         job.wait_for("COMPLETED")
         assert [line["step"] for line in metrics(job.run_dir)] == list(range(1, STEPS + 1))
-    assert [job.restarts for job in jobs] == [int(job is struck) for job in jobs]
+        assert job.restarts == (1 if job is struck else 0)
     assert metrics(jobs[0].run_dir) != metrics(jobs[1].run_dir)
-    rows = status(array)
-    assert [(row["state"], row["restarts"], row["job_id"]) for row in rows] == [
-        ("done", job.restarts, job.id) for job in jobs
-    ]
-
-
-def launch_array(config: Path, folder: Path, nodes: list[str], *more: str) -> list[Job]:
-    """Its two tasks, by seed."""
-    words = ["--config", config, "--cluster", "slurm", "--run_dir", folder, "--nodelist", nodes[0], "--time", "30"]
-    run_wmse("launch", *words, "--gpus_per_node", "1", *more)
-    return [Job.of(folder / f"seed-{seed}") for seed in (0, 1)]
-
-
-def preempt_one(jobs: list[Job], nodes: list[str]) -> Job:
-    """Take half of the node from two jobs that fill it; returns the one that made room."""
-    words = ["--parsable", "--output=/dev/null", "--partition=high", "--cpus-per-task=2", f"--nodelist={nodes[0]}"]
-    other = Job(command("sbatch", *words, "--wrap=sleep 1"), jobs[0].run_dir)
-    other.wait_for("COMPLETED")
-    struck = [job for job in jobs if job.restarts]
-    assert len(struck) == 1, jobs[0].report()
-    return struck[0]
+    found = [(row["state"], row["restarts"], row["job_id"]) for row in status(array)]
+    assert found == [("done", job.restarts, job.id) for job in jobs]
 
 
 def test_an_evaluator_follows(config: Path, nodes: list[str], tmp_path: Path) -> None:
