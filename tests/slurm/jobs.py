@@ -113,7 +113,7 @@ class Job:
         """The scheduler's view and the ends of all texts of the run."""
         parts = [command("scontrol", "show", "job", self.id), command("sacct", "--duplicates", f"--jobs={self.id}")]
         paths = [path for pattern in ("*.txt", "*.out", "state.json") for path in self.run_dir.rglob(pattern)]
-        return "\n".join([*parts, *(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)])
+        return "\n".join([*parts, *(f"--- {path}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)])
 
     # --- strike ---
 
