@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test soak lint clean
+.PHONY: setup demo test test-slurm soak lint clean
 
 setup: .venv/installed
 
@@ -16,6 +16,11 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# on a real SLURM cluster, which it installs (Debian packages) and starts on this machine; as root
+test-slurm: setup
+	tests/slurm/cluster/install.sh
+	$(BIN)/python -m pytest tests/slurm -n 4 --dist worksteal
 
 # strikes runs for MINUTES and compares each with the unbroken one: make soak MINUTES=60
 MINUTES ?= 10

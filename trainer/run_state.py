@@ -96,8 +96,9 @@ class RunState:
             _log.error("can't write %s: an earlier write hangs", self._run_dir / "state.json")
             return
         try:
-            times = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "heartbeat": round(time.time(), 3)}
-            write_text(self._run_dir / "state.json", json.dumps(self._fields | times) + "\n")
+            now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "heartbeat": round(time.time(), 3)}
+            now |= {"checkpoint_step": self._newest_step() or None}
+            write_text(self._run_dir / "state.json", json.dumps(self._fields | now) + "\n")
         except OSError as error:
             _log.error("can't write %s (%s): %s", self._run_dir / "state.json", self._fields["status"], error.strerror)
         finally:

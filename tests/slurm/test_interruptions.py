@@ -1,0 +1,120 @@
+"""However a cluster ends a job, the run goes on and becomes the one that nothing happened to, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+from tests.slurm.jobs import Job, assert_same_run, command, kill_node, launch, leftovers, preempt, sbatch, start_node
+
+STEPS = 120
+
+
+def test_time_limit(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
+    """By the plain script. SLURM sends the signal up to 30 s before the 10 s that are asked for here."""
+    words = (config, "--run_dir", tmp_path / "run")
+    job = sbatch("pretrain.sbatch", tmp_path / "run", nodes, *words, options=("--time=2", "--signal=USR1@10"))
+    job.wait_for_step(5)
+    job.freeze(ranks=2)
+    job.thaw_when_signalled()
+    job.wait_until(lambda: job.restarts == 1, "requeued")
+    job.wait_for("COMPLETED")
+    assert_same_run(job.run_dir, unbroken.run_dir)
+    assert job.history() == ["REQUEUED", "COMPLETED"]
+    assert job.run_state()["starts"] == 2
+
+
+def test_three_restarts(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
+    """Preempted, told by a signal, and requeued by an administrator; submitted by `wmse launch`."""
+    job = launch(config, tmp_path / "run", nodes)
+    job.wait_for_step(5)
+    job.freeze(ranks=2)
+    preempt([job], nodes)
+    saved = job.run_state()
+    assert saved["checkpoint_step"] >= 5, job.report()
+
+    job.wait_until(lambda: job.restarts == 1 and job.step > saved["checkpoint_step"], "at work again")
+    job.freeze(ranks=2)
+    command("scancel", "--signal=USR2", job.id)
+    job.thaw_when_signalled()
+    job.wait_until(lambda: job.restarts == 2, "requeued")
+    saved = job.run_state()
+
+    job.wait_until(lambda: job.step > saved["checkpoint_step"], "at work again")
+    command("scontrol", "requeue", job.id)
+    job.wait_for("COMPLETED")
+    assert job.restarts == 3
+    assert job.run_state()["starts"] == 4
+    assert_same_run(job.run_dir, unbroken.run_dir)
+    assert job.history() == ["REQUEUED"] * 3 + ["COMPLETED"]  # the first by the job itself, within its time of grace
+
+
+def test_a_node_dies(cluster: Path, config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
+    """Everything on it at once. The other rank fails, and SLURM requeues the job when it has missed the node for 30 s."""
+    job = launch(config, tmp_path / "run", nodes, "--checkpoint.every_steps", "5")
+    job.wait_for_step(10)
+    job.freeze(ranks=2)
+    kill_node(cluster, nodes[1])
+    job.thaw()
+    job.wait_until(lambda: job.restarts == 1, "requeued")
+    start_node(cluster, nodes[1])
+    job.wait_for("COMPLETED")
+    assert_same_run(job.run_dir, unbroken.run_dir)
+    assert job.history() == ["NODE_FAIL", "COMPLETED"]
+
+
+def test_scancel_ends_it_for_good(cluster: Path, config: Path, nodes: list[str], tmp_path: Path) -> None:
+    job = launch(config, tmp_path / "run", nodes[:1])
+    job.wait_for_step(5)
+    job.freeze(ranks=1)
+    command("scancel", job.id)
+    job.wait_for("CANCELLED")
+    assert not leftovers(cluster, nodes[0])
+    state = job.run_state()
+    assert (state["status"], state["exit_code"]) == ("preempted", 75)
+    assert 5 <= state["checkpoint_step"] < STEPS
+    assert (job.state, job.restarts) == ("CANCELLED", 0)
+    assert job.history() == ["CANCELLED"]
+
+
+def test_wmse_stop(config: Path, nodes: list[str], tmp_path: Path) -> None:
+    """One checkpoint, no failure, and no requeue."""
+    job = launch(config, tmp_path / "run", nodes[:1])
+    job.wait_for_step(5)
+    job.freeze(ranks=1)
+    words = [sys.executable, "-m", "trainer", "stop", job.run_dir]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as stopping:
+        job.wait_until((job.run_dir / "stop").exists, "asked to stop")
+        job.thaw()
+        said, _ = stopping.communicate(timeout=60)
+    assert stopping.returncode == 0, said
+    job.wait_for("COMPLETED")
+    state = job.run_state()
+    assert (state["status"], state["exit_code"]) == ("stopped", 0)
+    assert 5 <= state["checkpoint_step"] < STEPS
+    assert f"after step {state['checkpoint_step']}" in said
+    assert job.restarts == 0
+
+
+def test_starts_without_progress_end_the_job(config: Path, nodes: list[str], tmp_path: Path) -> None:
+    """Each start is told to stop before its first step: while it makes a model that takes 2 s to make."""
+    words = (config, "--run_dir", tmp_path / "run", "--max_idle_restarts", "2", "--model.backbone", "resnet152")
+    job = sbatch("pretrain.sbatch", tmp_path / "run", nodes[:1], *words)
+    for start in (1, 2):
+        job.wait_until(lambda n=start: starts(job) == n, f"at start {start}")
+        job.freeze(ranks=1)
+        command("scancel", "--signal=USR1", job.id)
+        job.thaw_when_signalled()
+        job.wait_until(lambda n=start: job.restarts == n, "requeued")
+    job.wait_for("FAILED")
+    state = job.run_state()
+    assert (state["status"], state["exit_code"], state["step"]) == ("failed", 1, 0)
+    assert "not requeued" in state["message"]
+    assert job.restarts == 2
+
+
+def starts(job: Job) -> int:
+    """How often the run was started."""
+    return job.run_state()["starts"] if (job.run_dir / "state.json").exists() else 0
