@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-import re
 import zipfile
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -21,29 +20,18 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint_files import checkpoint_path, list_checkpoints
 from trainer.errors import InputError
 from trainer.files import atomic_write
 
 FORMAT = 2
 _log = logging.getLogger(__name__)
-_NAME = re.compile(r"step_(\d{8,})\.pt")
 _PREFIXES = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
 # what a safe load raises of a file with flipped bytes (each was tried in a small one); MemoryError is not among them
 _UNREADABLE = (
     *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
     *(OverflowError, pickle.UnpicklingError, zipfile.BadZipFile),
 )
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return folder / f"step_{step:08d}.pt"
-
-
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """All checkpoints as (step, file), oldest first by the number in the name."""
-    found = ((_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return sorted((int(match[1]), path) for match, path in found if match and not path.is_dir())
 
 
 def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_steps: Container[int] = ()) -> Path:

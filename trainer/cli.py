@@ -115,7 +115,7 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
         raise InputError("--ranks is for --dry_run; start several ranks with torchrun --nproc_per_node or srun")
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from trainer.faults import TrainingFailedError
+    from trainer.errors import TrainingFailedError
     from trainer.loop import pretrain as run
 
     try:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trainer.cluster.cores import core_warnings, own_cores
-from trainer.cluster.ranks import Ranks, launch_warnings
-from trainer.config import Config, peak_learning_rate
+from trainer.cluster.ranks import launch_warnings
+from trainer.commit import git_commit
+from trainer.config import Config
 from trainer.data.index import open_index
 from trainer.device import autocast_dtype
 from trainer.errors import InputError
-from trainer.geometry import batch_norm_images, micro_batches, own_rows, rows_together, slice_group_size
-from trainer.machine import git_commit
+from trainer.geometry import micro_batches
 from trainer.model import Model
-from trainer.schedule import build_schedule, side_steps
-from trainer.setup import Run, check_set_size
+from trainer.run_plan import check_set_size, plan_lines
+from trainer.setup import Run
 
 _log = logging.getLogger(__name__)
 _MEASURED_IMAGES = 2  # of which the dry run measures a forward
@@ -59,41 +58,6 @@ def describe_run(run: Run) -> None:
         _log.warning(line)
     for line in plan_lines(run.config, len(run.index), run.ranks.world_size):
         _log.info(line)
-
-
-def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
-    """The numbers that follow from the settings, the set and the number of ranks. Raises InputError where they don't fit."""
-    images = config.data.images_per_step
-    per_rank = own_rows(Ranks(0, world_size), images, rows_together(config)).count
-    group = slice_group_size(per_rank, world_size, rows_together(config))
-    parts = micro_batches(config, per_rank)
-    in_parts = f", {parts} micro-batches of {per_rank // parts} images one after the other" if parts > 1 else ""
-    steps_per_epoch = num_images // images
-    s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views
-    slices = images // loss.slice_size * views * loss.iterations
-    rule = f" = {o.learning_rate:g} x sqrt({images})" if o.learning_rate_rule == "sqrt" else ""
-    after = (
-        "half cosine to 0"
-        if s.drop_steps is None
-        else f"x{s.drop_factor:g} at steps {', '.join(map(str, s.drop_steps))}"
-    )
-    together = "none shared" if group == 1 else f"shared by groups of {group} neighbouring ranks"
-    sides = side_steps(config, steps_per_epoch)
-    smaller = [f"{side} px until step {end}" for (_, side), (end, _) in pairwise(sides)]
-    early = [f"views: {', '.join(smaller)}, then {config.views.side} px"] if smaller else []
-    return [
-        f"images: {num_images} in {config.data.root or '(no data.root)'}; {steps_per_epoch} steps an epoch, "
-        f"{num_images - steps_per_epoch * images} left out of each in turn",
-        f"steps: {s.total_steps} = {o.epochs} epochs x {steps_per_epoch}; warm-up {s.warmup_steps} steps, then {after}",
-        f"rate: peak {peak_learning_rate(config):g}{rule}, {o.name}, weight decay {o.weight_decay:g}",
-        f"step: {images} images x {views} views on {world_size} rank(s), {per_rank} images = {per_rank * views} views a rank"
-        + in_parts,
-        *early,
-        f"whitening: {slices} slices of {loss.slice_size} x {config.model.embedding_size} a step, {together}",
-        f"BatchNorm: encoder {config.model.encoder_batch_norm}, projector {config.model.projector_batch_norm}, "
-        f"statistics of {batch_norm_images(config, world_size)} images at a time, "
-        f"{'over all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",
-    ]
 
 
 def without_effect(config: Config, world_size: int, device: torch.device) -> list[str]:

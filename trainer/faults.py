@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from trainer.cluster.ranks import Ranks
+from trainer.errors import TrainingFailedError
 
 GRADIENT_FAULT = 1  # the code of a gradient that is not finite though losses and slices are sound
 _log = logging.getLogger(__name__)
 _LOW_PIVOT = 1e-4  # slices fail near 2e-6; the demo's first steps have 0.1
 _LOW_RANK = 4  # the effective rank has fallen by this factor
-
-
-class TrainingFailedError(RuntimeError):
-    """Training can't go on; the last good checkpoint stays."""
 
 
 def fault_codes(num_views: int, rank: int, world_size: int) -> list[int]:

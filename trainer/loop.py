@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 
 from trainer.cluster.ranks import find_ranks
+from trainer.commit import git_commit
 from trainer.config import Config, flatten
 from trainer.config_load import save_config
 from trainer.data.loader import ViewLoader
@@ -19,10 +20,8 @@ from trainer.data.plan import PLAN_VERSION
 from trainer.describe import describe_run
 from trainer.device import choose_device
 from trainer.distributed import is_of_lost_rank, process_group
-from trainer.errors import DONE, FAILED, PREEMPTED
-from trainer.faults import TrainingFailedError
+from trainer.errors import DONE, FAILED, PREEMPTED, TrainingFailedError
 from trainer.geometry import usable_ranks
-from trainer.machine import git_commit
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging

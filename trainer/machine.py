@@ -5,28 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-def git_commit() -> str | None:
-    """What WMSE_COMMIT in the environment says, which whoever copies the program sets; else the commit of its checkout, with
-    -changed behind it if tracked files differ from it; else None."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*"]
-    return os.environ.get("WMSE_COMMIT") or _first_line([*command, "--dirty=-changed"])
-
-
-def _first_line(command: list[str]) -> str | None:
-    """What a program says first; None where it is not installed or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else None
+from trainer.commit import first_line, git_commit
 
 
 def device_name(device: torch.device) -> str:
@@ -45,9 +30,7 @@ def versions(device: torch.device) -> dict[str, str]:
         found["triton"] = metadata.version("triton")
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-        found["driver"] = (
-            _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown"
-        )
+        found["driver"] = first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown"
     return found
 
 

@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import list_checkpoints
+from trainer.checkpoint_files import newest_step
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runs import read_run, whole
-from trainer.errors import BAD_INPUT, FAILED, PREEMPTED, InputError
-from trainer.faults import TrainingFailedError
+from trainer.errors import BAD_INPUT, FAILED, PREEMPTED, InputError, TrainingFailedError
 from trainer.files import write_text
 from trainer.signals import STOP, StopRequest
 
@@ -56,7 +55,7 @@ class RunState:
 
         Raises TrainingFailedError if SLURM has requeued this job `max_idle_restarts` times in a row for no new checkpoint."""
         before = read_run(self._run_dir).state
-        step = self._newest_step()
+        step = newest_step(self._run_dir)
         is_idle = self._ranks.restarts > 0 and before.get("first_step") == step
         idle_starts = (whole(before, "idle_starts") or 0) + 1 if is_idle else 0
         self.write(
@@ -79,10 +78,6 @@ class RunState:
                 "(checkpoint.every_minutes), and submit it again"
             )
 
-    def _newest_step(self) -> int:
-        saved = list_checkpoints(self._run_dir / "checkpoints")
-        return saved[-1][0] if saved else 0
-
     def note(self, **fields: Any) -> None:
         """Change fields without writing them; the next heartbeat does."""
         self._fields = {**self._fields, **fields}
@@ -97,7 +92,7 @@ class RunState:
             return
         try:
             now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "heartbeat": round(time.time(), 3)}
-            now |= {"checkpoint_step": self._newest_step() or None}
+            now |= {"checkpoint_step": newest_step(self._run_dir) or None}
             write_text(self._run_dir / "state.json", json.dumps(self._fields | now) + "\n")
         except OSError as error:
             _log.error("can't write %s (%s): %s", self._run_dir / "state.json", self._fields["status"], error.strerror)
@@ -111,18 +106,18 @@ class RunState:
 
     def preempted(self) -> None:
         """Write that a signal ended the process before the loop could."""
-        self.ended("preempted", PREEMPTED, step=self._newest_step())
+        self.ended("preempted", PREEMPTED, step=newest_step(self._run_dir))
 
     def hung(self) -> None:
         """Write that the watchdog ends the process."""
-        self.ended("failed", FAILED, step=self._newest_step(), message="the run hung: see log.txt")
+        self.ended("failed", FAILED, step=newest_step(self._run_dir), message="the run hung: see log.txt")
 
     def failed(self, error: BaseException) -> None:
         """Write that an error ends the run, unless this rank never came to hold the folder."""
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
         if self._fields:
             message = str(error).partition("\n")[0] or type(error).__name__
-            self.ended("failed", code, step=self._newest_step(), message=message)
+            self.ended("failed", code, step=newest_step(self._run_dir), message=message)
 
     @contextmanager
     def heartbeat(self, stop: StopRequest) -> Iterator[None]:

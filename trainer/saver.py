@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import checkpoint_path, list_checkpoints, map_tensors, save_checkpoint
+from trainer.checkpoint import map_tensors, save_checkpoint
+from trainer.checkpoint_files import checkpoint_path, list_checkpoints
 
 _SLOW_SECONDS = 1.0  # a wait for the save before that is worth a line
 _STUCK_SECONDS = 60.0  # a file system that hangs is said this often

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.backends import why_not
-from trainer.checkpoint import list_checkpoints, load_encoder
+from trainer.checkpoint import load_encoder
+from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
@@ -27,6 +28,7 @@ from trainer.files import atomic_write
 from trainer.geometry import micro_batches, own_rows, rows_together, slice_group_size
 from trainer.model import build_model
 from trainer.optimizer import build_optimizer
+from trainer.run_plan import check_set_size
 from trainer.schedule import Schedule, build_schedule, side_steps
 from trainer.step import TrainStep
 
@@ -220,18 +222,6 @@ def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> 
         with atomic_write(kept) as file:
             file.write(found.path.read_bytes())
     return found
-
-
-def check_set_size(config: Config, num_images: int, *, say: bool = True) -> None:
-    """Raises InputError for a set smaller than one step; says where it is not the set the recipe counts on."""
-    if num_images < config.data.images_per_step:
-        raise InputError(
-            f"the split {config.data.train_split!r} in {config.data.root} has {num_images} images, one step takes "
-            f"data.images_per_step {config.data.images_per_step}: use a larger set or smaller steps"
-        )
-    expected = config.data.expected_images
-    if say and expected and expected != num_images:
-        _log.warning("the recipe counts on %d training images, this set has %d", expected, num_images)
 
 
 def compile_model(model: nn.Module, *, cuda_graphs: bool = False, backend: str = "inductor") -> None:

@@ -16,7 +16,8 @@ import yaml
 from tests.conftest import ROOT, write_images
 from tests.integration.launch import wmse
 from tests.integration.run_files import checkpoint, metrics, state
-from trainer.checkpoint import list_checkpoints, save_checkpoint
+from trainer.checkpoint import save_checkpoint
+from trainer.checkpoint_files import list_checkpoints
 from trainer.cli import main
 from trainer.config_load import load_config
 from trainer.data.decode_cache import SHARED_MEMORY

@@ -15,9 +15,9 @@ from trainer.bench.loss import MODES, bench_loss
 from trainer.bench.shapes import RECIPE_SHAPES, LossShape, parse_shapes, shape_of_config
 from trainer.cli import main
 from trainer.config_load import load_config
-from trainer.describe import plan_lines
 from trainer.errors import InputError
 from trainer.losses.wmse import draw_permutations, wmse_loss
+from trainer.run_plan import plan_lines
 
 CPU = torch.device("cpu")
 

@@ -20,16 +20,15 @@ from torch import nn
 from tests.conftest import ROOT
 from trainer.checkpoint import (
     FORMAT,
-    checkpoint_path,
     choose_checkpoint,
     content_digest,
-    list_checkpoints,
     load_checkpoint,
     load_encoder,
     load_newest,
     plain_names,
     save_checkpoint,
 )
+from trainer.checkpoint_files import checkpoint_path, list_checkpoints
 from trainer.errors import InputError
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from trainer.config_load import load_config
-from trainer.describe import dry_run, estimate_memory, plan_lines, without_effect
+from trainer.describe import dry_run, estimate_memory, without_effect
 from trainer.errors import InputError
 from trainer.model import Model
+from trainer.run_plan import plan_lines
 
 
 def test_numbers_of_the_plan(tiny_config: Path) -> None:
@@ -29,10 +30,10 @@ def test_parts_and_early_sides_are_said(tiny_config: Path) -> None:
     words = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sides", "[16,24]",
              "--views.early_side_epochs", "[1,2]"]  # fmt: skip
     text = "\n".join(plan_lines(load_config(tiny_config, words), 640, 2))
-    assert "32 images = 64 views a rank, 2 parts of 16 images one after the other" in text
+    assert "32 images = 64 views a rank, 2 micro-batches of 16 images one after the other" in text
     assert "views: 16 px until step 10, 24 px until step 20, then 32 px" in text
     plain = "\n".join(plan_lines(load_config(tiny_config, []), 640, 1))
-    assert "parts" not in plain
+    assert "micro-batches" not in plain
     assert "views: " not in plain
 
 

@@ -12,7 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import TINY
-from trainer.checkpoint import checkpoint_path, load_checkpoint
+from trainer.checkpoint import load_checkpoint
+from trainer.checkpoint_files import checkpoint_path
 from trainer.cli import main
 from trainer.cluster.jobs import Job
 from trainer.config_load import load_config

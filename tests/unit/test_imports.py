@@ -53,7 +53,9 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.preview",
         "trainer.evaluate.run",
         "trainer.evaluate.follow",
+        "trainer.cluster.launch",
         "trainer.cluster.status",
+        "trainer.cluster.stop",
         "trainer.bench.checkpoint",
         "trainer.bench.end2end",
         "trainer.bench.all",
@@ -62,7 +64,7 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.bench.loss",
         "trainer.bench.sweep",
     }
-    allowed = {"cli.py", "__main__.py"}
+    allowed = {"cli.py", "__main__.py", "task.py"}  # the last is what SLURM starts
     for file in (ROOT / "trainer").rglob("*.py"):
         if file.name not in allowed:
             assert not written_imports(file) & {*commands, "trainer.cli"}, file
@@ -70,5 +72,14 @@ def test_only_the_command_line_imports_the_commands():
 
 def test_the_command_line_starts_without_torch_or_dali():
     program = "import trainer.cli, sys; print({'torch', 'nvidia.dali'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()"
+
+
+def test_runs_are_launched_and_stopped_without_loading_torch():
+    assert "trainer.run_plan" in loaded_by("trainer.cluster.launch, trainer.cluster.stop")
+    program = (
+        "import trainer.cluster.launch, trainer.cluster.stop, sys; print({'torch', 'nvidia.dali'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer import commit as commit_module
 from trainer import machine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -61,20 +62,20 @@ def test_a_commit_says_whether_the_program_was_changed(tmp_path: Path, monkeypat
         return subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
     (tmp_path / "machine.py").write_text("1")
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    monkeypatch.setattr(commit_module, "__file__", str(tmp_path / "machine.py"))
     monkeypatch.setenv("WMSE_COMMIT", "0123456789ab")
-    assert machine.git_commit() == "0123456789ab", "no history here"
+    assert commit_module.git_commit() == "0123456789ab", "no history here"
     monkeypatch.delenv("WMSE_COMMIT")
-    assert machine.git_commit() is None
+    assert commit_module.git_commit() is None
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "one")
     git("tag", "v1")
     commit = git("rev-parse", "--short=12", "HEAD").strip()
     (tmp_path / "result.json").write_text("{}")
-    assert machine.git_commit() == commit
+    assert commit_module.git_commit() == commit
     (tmp_path / "machine.py").write_text("2")
-    assert machine.git_commit() == f"{commit}-changed"
+    assert commit_module.git_commit() == f"{commit}-changed"
 
 
 def test_provenance_is_plain() -> None:

@@ -10,8 +10,8 @@ from tests.conftest import ROOT
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config, flatten, peak_learning_rate
 from trainer.config_load import load_config
-from trainer.describe import plan_lines
 from trainer.model import build_model
+from trainer.run_plan import plan_lines
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SMALL = {  # CIFAR, STL-10, Tiny ImageNet: what they share

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from trainer.cluster import rendezvous
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.rendezvous import compare_ranks, meet
-from trainer.errors import InputError
-from trainer.faults import TrainingFailedError
+from trainer.errors import InputError, TrainingFailedError
 
 LONG = timedelta(seconds=20)
 SHORT = timedelta(seconds=2)

@@ -12,7 +12,7 @@ import pytest
 
 from trainer import run_state
 from trainer.cluster.ranks import Ranks
-from trainer.faults import TrainingFailedError
+from trainer.errors import TrainingFailedError
 from trainer.run_state import RunState, stop_file, wait_for_end, write_queued
 from trainer.signals import STOP, StopRequest
 

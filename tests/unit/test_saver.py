@@ -18,7 +18,8 @@ from tests.conftest import ROOT
 from tests.unit.test_checkpoint import files_up_to
 from trainer import saver as saver_module
 from trainer.batch_norm import BatchNormStatistics
-from trainer.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint, load_newest
+from trainer.checkpoint import load_checkpoint, load_newest
+from trainer.checkpoint_files import checkpoint_path, list_checkpoints
 from trainer.saver import HostCopy, Saver
 
 

@@ -13,7 +13,8 @@ from trainer.data.index import open_index
 from trainer.data.plan import Rows, slice_permutations
 from trainer.errors import InputError
 from trainer.geometry import micro_batches, rows_together
-from trainer.setup import Run, check_set_size, open_cache, set_up
+from trainer.run_plan import check_set_size
+from trainer.setup import Run, open_cache, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:

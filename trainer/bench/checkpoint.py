@@ -14,7 +14,8 @@ from torch import nn
 
 from trainer.batch_norm import BatchNormStatistics
 from trainer.bench.timing import spread, synchronize
-from trainer.checkpoint import checkpoint_path, load_checkpoint, plain_names
+from trainer.checkpoint import load_checkpoint, plain_names
+from trainer.checkpoint_files import checkpoint_path
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.device import choose_device

@@ -17,15 +17,15 @@ from trainer.cluster.runs import read_run
 from trainer.cluster.site import Site, evaluator_site
 from trainer.cluster.slurm import batch_script, job_parameters, submit
 from trainer.cluster.snapshot import save_settings, take_snapshot
+from trainer.commit import git_commit
 from trainer.config import Config
 from trainer.config_load import KEYS, load_config
 from trainer.data.index import open_index
-from trainer.describe import plan_lines
 from trainer.errors import DONE, InputError
 from trainer.files import write_text
 from trainer.geometry import batch_norm_images, micro_batches, usable_ranks
-from trainer.machine import git_commit
 from trainer.run_folder import open_run_folder
+from trainer.run_plan import plan_lines
 from trainer.run_state import write_queued
 
 

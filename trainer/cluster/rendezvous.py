@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from trainer.cluster.nodes import expand_nodes
 from trainer.cluster.ranks import Ranks
-from trainer.errors import BAD_INPUT, FAILED, InputError
-from trainer.faults import TrainingFailedError
+from trainer.errors import BAD_INPUT, FAILED, InputError, TrainingFailedError
 
 _log = logging.getLogger(__name__)
 _FIRST_PORT = 12_000  # below Linux's range for outgoing connections, which begins at 32,768

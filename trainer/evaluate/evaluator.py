@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.checkpoint import choose_checkpoint, load_checkpoint
 from trainer.cluster.ranks import Ranks
+from trainer.commit import git_commit
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.device import choose_device
@@ -31,7 +32,6 @@ from trainer.evaluate.features import (
 from trainer.evaluate.knn import knn_top1
 from trainer.evaluate.linear import linear_probe, standardise
 from trainer.files import write_text
-from trainer.machine import git_commit
 from trainer.model import Model, build_model
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.checkpoint import list_checkpoints, load_checkpoint
+from trainer.checkpoint import load_checkpoint
+from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.jobs import ACTIVE, find_jobs
 from trainer.cluster.ranks import find_ranks
 from trainer.cluster.runs import FINAL, number, read_json, read_run

@@ -1,0 +1,25 @@
+"""Where a run's checkpoints lie. Needs no torch, so that a run can be looked at from outside in no time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"step_(\d{8,})\.pt")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step_{step:08d}.pt"
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """All checkpoints as (step, file), oldest first by the number in the name."""
+    found = ((_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
+    return sorted((int(match[1]), path) for match, path in found if match and not path.is_dir())
+
+
+def newest_step(run_dir: Path) -> int:
+    """Updates that the newest checkpoint holds, 0 if there is none."""
+    found = list_checkpoints(run_dir / "checkpoints")
+    return found[-1][0] if found else 0

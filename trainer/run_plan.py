@@ -1,0 +1,61 @@
+"""What follows from the settings, the size of the set and the number of ranks. Needs no torch."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+from trainer.cluster.ranks import Ranks
+from trainer.config import Config, peak_learning_rate
+from trainer.errors import InputError
+from trainer.geometry import batch_norm_images, micro_batches, own_rows, rows_together, slice_group_size
+from trainer.schedule import build_schedule, side_steps
+
+_log = logging.getLogger(__name__)
+
+
+def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
+    """The numbers that follow from the settings, the set and the number of ranks. Raises InputError where they don't fit."""
+    images = config.data.images_per_step
+    per_rank = own_rows(Ranks(0, world_size), images, rows_together(config)).count
+    group = slice_group_size(per_rank, world_size, rows_together(config))
+    parts = micro_batches(config, per_rank)
+    in_parts = f", {parts} micro-batches of {per_rank // parts} images one after the other" if parts > 1 else ""
+    steps_per_epoch = num_images // images
+    s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views
+    slices = images // loss.slice_size * views * loss.iterations
+    rule = f" = {o.learning_rate:g} x sqrt({images})" if o.learning_rate_rule == "sqrt" else ""
+    after = (
+        "half cosine to 0"
+        if s.drop_steps is None
+        else f"x{s.drop_factor:g} at steps {', '.join(map(str, s.drop_steps))}"
+    )
+    together = "none shared" if group == 1 else f"shared by groups of {group} neighbouring ranks"
+    sides = side_steps(config, steps_per_epoch)
+    smaller = [f"{side} px until step {end}" for (_, side), (end, _) in pairwise(sides)]
+    early = [f"views: {', '.join(smaller)}, then {config.views.side} px"] if smaller else []
+    return [
+        f"images: {num_images} in {config.data.root or '(no data.root)'}; {steps_per_epoch} steps an epoch, "
+        f"{num_images - steps_per_epoch * images} left out of each in turn",
+        f"steps: {s.total_steps} = {o.epochs} epochs x {steps_per_epoch}; warm-up {s.warmup_steps} steps, then {after}",
+        f"rate: peak {peak_learning_rate(config):g}{rule}, {o.name}, weight decay {o.weight_decay:g}",
+        f"step: {images} images x {views} views on {world_size} rank(s), {per_rank} images = {per_rank * views} views a rank"
+        + in_parts,
+        *early,
+        f"whitening: {slices} slices of {loss.slice_size} x {config.model.embedding_size} a step, {together}",
+        f"BatchNorm: encoder {config.model.encoder_batch_norm}, projector {config.model.projector_batch_norm}, "
+        f"statistics of {batch_norm_images(config, world_size)} images at a time, "
+        f"{'over all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",
+    ]
+
+
+def check_set_size(config: Config, num_images: int, *, say: bool = True) -> None:
+    """Raises InputError for a set smaller than one step; says where it is not the set the recipe counts on."""
+    if num_images < config.data.images_per_step:
+        raise InputError(
+            f"the split {config.data.train_split!r} in {config.data.root} has {num_images} images, one step takes "
+            f"data.images_per_step {config.data.images_per_step}: use a larger set or smaller steps"
+        )
+    expected = config.data.expected_images
+    if say and expected and expected != num_images:
+        _log.warning("the recipe counts on %d training images, this set has %d", expected, num_images)
