@@ -112,13 +112,14 @@ def test_a_second_start_measures_what_is_missing(run_dir: Path, monkeypatch: pyt
     """One that was ended between two results, and a result that a full disk tore."""
     follow_run(run_dir, [], BOTH, POLL)
     whole = results(run_dir)
-    (run_dir / "eval" / "knn_2.json").unlink()
+    (run_dir / "eval" / "knn_2.json").rename(run_dir / "eval" / ".knn_2.json.a1b2c3")
     (run_dir / "eval" / "linear_3.json").write_text('{"top1": 5')
     (run_dir / "eval" / "linear_2.json").write_text('{"top1": "mine"}')
     steps = loaded_steps(monkeypatch)
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == [2, 3]
     assert results(run_dir) == whole | {"linear_2.json": {"top1": "mine"}}
+    assert {path.name for path in (run_dir / "eval").iterdir()} == set(whole)
     steps.clear()
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == []

@@ -66,7 +66,8 @@ def _ask(command: Sequence[str], ids: set[str]) -> dict[str, Job]:
         return {}
     # squeue fails for a single job that it has forgotten, and sacct where no accounting is kept: both are as good as no answer
     if done.returncode and "Invalid job id" not in done.stderr and command[0] == "squeue":
-        _say_once(f"SLURM's squeue fails: {done.stderr.strip() or done.returncode}")
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        _say_once(f"SLURM's squeue fails: {reason}")
     return {job_id: job for job_id, job in map(_job, done.stdout.splitlines()) if job_id in ids}
 
 

@@ -102,6 +102,8 @@ class Evaluator:
         """Write one result."""
         path = self.result_path(measure, name)
         path.parent.mkdir(exist_ok=True)
+        for rest in path.parent.glob(f".{path.name}.*"):  # of an evaluator that a signal ended while it wrote
+            rest.unlink(missing_ok=True)
         write_text(path, json.dumps(result, indent=1) + "\n")
 
 
