@@ -61,7 +61,7 @@ def _die_with_parent() -> None:
 
 
 def _environment(rank: int, ranks: int, launch: str) -> dict[str, str]:
-    """The variables of a rank, as torchrun sets them, and the name of this launch, by which ranks find each other. A single rank
+    """The variables of a rank, as torchrun sets them, and the name of the launch, by which its ranks meet. A single rank
     gets none."""
     env = {key: value for key, value in os.environ.items() if key != "MASTER_PORT"}
     if ranks == 1:
