@@ -68,7 +68,7 @@ def test_a_running_job_is_not_cancelled(slurm: Slurm, tmp_path: Path) -> None:
 def test_a_run_that_nothing_runs_any_more_is_said_at_once(state: str, slurm: Slurm, tmp_path: Path) -> None:
     slurm(state)
     write_run(tmp_path / "run", "running", silent_seconds=600)
-    with pytest.raises(InputError, match="nothing runs .*last heartbeat was 10 minutes ago"):
+    with pytest.raises(InputError, match=r"nothing runs .*last heartbeat was 10 minutes ago"):
         stop_run(tmp_path / "run", 60)
 
 
