@@ -128,43 +128,11 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
 def launch(words: Words) -> int:
     """Start a pre-training run on all GPUs of this machine, or submit it to SLURM; checks everything first."""
     parser = _parser(launch)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the experiment, YAML")
-    parser.add_argument("--cluster", choices=("slurm", "local"), required=True, help="local: this machine")
-    parser.add_argument("--nodes", default="1", metavar="N", help="nodes, or a range such as 4-8 (default 1)")
-    parser.add_argument("--ranks_per_node", type=int, default=1, metavar="R", help="ranks, one per GPU (default 1)")
-    parser.add_argument(
-        "--site", type=Path, metavar="FILE", help="options of the cluster, YAML; see slurm/cluster.yaml"
-    )
-    parser.add_argument(
-        "--array", default="", metavar="KEY=V1,V2", help="a run for each value, as seed=0,1 or config=A,B"
-    )
-    parser.add_argument("--with_evaluator", action="store_true", help="also start an evaluator that follows the run")
-    parser.add_argument("--data_on_nodes", action="store_true", help="data.root exists on the compute nodes only")
-    parser.add_argument("--dry_run", action="store_true", help="check, print the batch script and stop")
+    from trainer.cluster.cli import add_launch_arguments, run_launch
+
+    add_launch_arguments(parser)
     own, rest = _parse_with_settings(parser, words)
-    from trainer.cluster.site import load_site, split_site_words
-
-    site_words, settings = split_site_words(rest)
-    if own.cluster == "local" and (own.site or site_words):
-        raise InputError(
-            f"{(site_words or ['--site'])[0]} is for --cluster slurm: a local run takes this machine as it is"
-        )
-    if own.config is None and not own.array.startswith("config="):
-        raise InputError("--config is missing: give the experiment's YAML file")
-    from trainer.cluster.launch import Request
-    from trainer.cluster.launch import launch as launch_runs
-
-    request = Request(
-        config=own.config,
-        settings=settings,
-        array=own.array,
-        nodes=own.nodes,
-        ranks_per_node=own.ranks_per_node,
-        site=load_site(own.site, site_words),
-        with_evaluator=own.with_evaluator,
-        data_on_nodes=own.data_on_nodes,
-    )
-    return launch_runs(request, own.cluster, dry_run=own.dry_run)
+    return run_launch(own, rest)
 
 
 def stop(words: Words) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,18 @@ def test_options_of_a_cluster_are_refused_for_this_machine(
 ) -> None:
     assert launch(*words, cluster="local") == 2
     assert "local" in capsys.readouterr().err
+
+
+def test_a_run_whose_job_is_queued_is_not_submitted_twice(
+    launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho '7|PENDING|N/A|Priority'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "launch.json").write_text(json.dumps({"job_id": "7"}))
+    assert launch() == 2
+    assert "is already PENDING as SLURM job 7" in capsys.readouterr().err
 
 
 def test_without_slurm_nothing_is_submitted_and_no_run_claims_to_be_queued(

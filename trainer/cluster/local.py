@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,8 +24,8 @@ def run_local(words: Sequence[str], ranks: int, follow: Path | None) -> int:
 
     follow: run folder that an evaluator follows beside the ranks, and which is waited for; None: no evaluator.
     """
-    port = _free_port()
-    processes = [_start(words, _environment(rank, ranks, port)) for rank in range(ranks)]
+    launch = f"{os.getpid()}.{time.time_ns()}"
+    processes = [_start(words, _environment(rank, ranks, launch)) for rank in range(ranks)]
     evaluator = _start(["evaluate", "--follow", str(follow)], dict(os.environ)) if follow else None
     everyone = [*processes, *([evaluator] if evaluator else [])]
 
@@ -61,9 +60,10 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables of a rank, as torchrun sets them. A single rank gets none."""
-    env = dict(os.environ)
+def _environment(rank: int, ranks: int, launch: str) -> dict[str, str]:
+    """The variables of a rank, as torchrun sets them, and the name of the launch, by which its ranks meet. A single rank
+    gets none."""
+    env = {key: value for key, value in os.environ.items() if key != "MASTER_PORT"}
     if ranks == 1:
         return env
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
@@ -73,16 +73,10 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "WMSE_LAUNCH": launch,
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", threads),
     }
     return env | {key: str(value) for key, value in own.items()}
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:

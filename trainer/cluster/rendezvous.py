@@ -59,6 +59,8 @@ def meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
 
 def _job_key() -> str:
     """What only the ranks of this start of this job have in common; empty if they were started by hand."""
+    if "WMSE_LAUNCH" in os.environ:  # `wmse launch --cluster local`
+        return os.environ["WMSE_LAUNCH"]
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return ".".join(os.environ.get(name, "0") for name in names) if "SLURM_STEP_ID" in os.environ else ""
 
@@ -68,10 +70,11 @@ def _address(ranks: Ranks) -> tuple[str, list[int]]:
     env = os.environ
     host = env.get("MASTER_ADDR", "")
     port = env.get("MASTER_PORT", "")
-    if "SLURM_STEP_ID" in env:
-        nodes = expand_nodes(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+    job = _job_key()
+    if job:
+        nodes = expand_nodes(env.get("SLURM_STEP_NODELIST", "")) if "WMSE_LAUNCH" not in env else []
         host = host or (nodes[0] if len(nodes) > 1 else "127.0.0.1")
-        first = zlib.crc32(_job_key().encode())
+        first = zlib.crc32(job.encode())
         ports = [_FIRST_PORT + (first + 997 * i) % _PORT_RANGE for i in range(_NUM_PORTS)]
     else:
         ports = []

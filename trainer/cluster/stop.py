@@ -6,12 +6,12 @@ import subprocess
 import time
 from pathlib import Path
 
-from trainer.cluster.jobs import find_jobs
+from trainer.cluster.jobs import ACTIVE, find_jobs
 from trainer.cluster.runs import FINAL, number, read_run
 from trainer.errors import InputError
 from trainer.run_state import stop_file, write_queued
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 1.0
 _STALE_SECONDS = 120.0  # without a heartbeat, at one every 15 s
 
 
@@ -27,11 +27,8 @@ def stop_run(run_dir: Path, wait_seconds: float) -> str:
     if state.get("status") in FINAL:
         return f"{run_dir} has already ended: {state['status']} after step {state.get('step')}"
     job_id = run.job_id or ""
-    job = find_jobs([job_id]).get(job_id) if job_id else None
-    if job and job.state == "PENDING":
-        return _cancel(run_dir, job_id)
     silent = time.time() - (number(state, "heartbeat") or 0)
-    if not job and silent > _STALE_SECONDS:
+    if silent > _STALE_SECONDS and _job_state(job_id) not in ACTIVE:
         raise InputError(f"nothing runs {run_dir}: its last heartbeat was {silent / 60:.0f} minutes ago")
     stop_file(run_dir).touch()
     end = time.monotonic() + wait_seconds
@@ -39,18 +36,20 @@ def stop_run(run_dir: Path, wait_seconds: float) -> str:
         now = read_run(run_dir).state
         if now.get("status") in FINAL:
             return f"{run_dir}: {now['status']} after step {now.get('step')}"
-        if (
-            job
-            and now.get("status") == "preempted"
-            and (late := find_jobs([job_id]).get(job_id))
-            and late.state == "PENDING"
-        ):
-            return _cancel(run_dir, job_id)  # a signal came first, and the job waits to go on
+        # nobody reads the file while the job waits to start, or to go on after a signal that came first
+        if now.get("status") in ("queued", "preempted") and _job_state(job_id) == "PENDING":
+            return _cancel(run_dir, job_id)
         time.sleep(_LOOK_SECONDS)
     raise InputError(
         f"{run_dir} was asked to stop, but has not after {wait_seconds:.0f} s: it will after its current step, unless it hangs "
         f"(see {run_dir / 'log.txt'}); `scancel {job_id or 'JOB'}` ends it without a checkpoint"
     )
+
+
+def _job_state(job_id: str) -> str:
+    """SLURM's word for the state of a job, empty if it knows none."""
+    job = find_jobs([job_id]).get(job_id)
+    return job.state if job else ""
 
 
 def _cancel(run_dir: Path, job_id: str) -> str:

@@ -1,0 +1,79 @@
+"""wmse stop, where the run does not run just now. (One that does: tests/integration/test_cluster.py and tests/slurm.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.cluster.stop import stop_run
+from trainer.errors import InputError
+from trainer.run_state import stop_file
+
+Slurm = Callable[[str], None]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """Has SLURM say that every job is in one state; scancel notes what it cancels in tmp_path/cancelled."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+
+    def program(name: str, line: str) -> None:
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+
+    program("scancel", f"echo $1 >> {tmp_path}/cancelled")
+    program("sacct", "true")
+
+    def set_state(state: str) -> None:
+        program("squeue", f"echo '12_3|{state}|N/A|None'")
+
+    return set_state
+
+
+def write_run(run_dir: Path, status: str, *, silent_seconds: float = 0, **state: Any) -> None:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "launch.json").write_text(json.dumps({"job_id": "12_3"}))
+    content = {"status": status, "step": 5, "heartbeat": time.time() - silent_seconds, **state}
+    (run_dir / "state.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("status", ["queued", "preempted"])
+def test_a_run_that_waits_in_the_queue_is_cancelled(status: str, slurm: Slurm, tmp_path: Path) -> None:
+    slurm("PENDING")
+    write_run(tmp_path / "run", status, silent_seconds=9000, total_steps=9)
+    assert "job 12_3 was still queued and is cancelled" in stop_run(tmp_path / "run", 5)
+    assert (tmp_path / "cancelled").read_text() == "12_3\n"
+    state = json.loads((tmp_path / "run" / "state.json").read_text())
+    assert (state["status"], state["exit_code"], state["step"]) == ("stopped", 0, 5)
+
+
+def test_a_running_job_is_not_cancelled(slurm: Slurm, tmp_path: Path) -> None:
+    slurm("RUNNING")
+    write_run(tmp_path / "run", "running")
+    with pytest.raises(InputError, match=r"asked to stop, but has not after 0 s.*`scancel 12_3` ends it without"):
+        stop_run(tmp_path / "run", 0.1)
+    assert stop_file(tmp_path / "run").exists()
+    assert not (tmp_path / "cancelled").exists()
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "NODE_FAIL", "CANCELLED"])
+def test_a_run_that_nothing_runs_any_more_is_said_at_once(state: str, slurm: Slurm, tmp_path: Path) -> None:
+    slurm(state)
+    write_run(tmp_path / "run", "running", silent_seconds=600)
+    with pytest.raises(InputError, match=r"nothing runs .*last heartbeat was 10 minutes ago"):
+        stop_run(tmp_path / "run", 60)
+
+
+def test_what_is_no_run_or_is_over(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no run folder"):
+        stop_run(tmp_path, 1)
+    write_run(tmp_path / "run", "done")
+    assert "has already ended: done after step 5" in stop_run(tmp_path / "run", 1)
