@@ -25,7 +25,7 @@ from trainer.geometry import usable_ranks
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
-from trainer.run_state import RunState, stop_file, wait_for_end
+from trainer.run_state import RunState, mark_run, stop_file, wait_for_end
 from trainer.saver import Saver
 from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, set_up
@@ -43,6 +43,8 @@ def pretrain(config: Config, stop: StopRequest) -> int:
     start_logging(run_dir, ranks.rank)
     if ranks.restarts and stop_file(run_dir).exists():
         _log.warning("%s was stopped by `wmse stop`: a requeued job does not go on with it", run_dir)
+        if ranks.is_first:
+            mark_run(run_dir, "stopped", DONE)
         return DONE
     if config.allow_idle_ranks:
         used = usable_ranks(config, ranks.world_size)

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,12 @@ def wait_for_end(run_dir: Path, stop: StopRequest, timeout_seconds: float) -> in
         time.sleep(_LOOK_SECONDS)
 
 
-def write_queued(run_dir: Path, fields: Mapping[str, Any]) -> None:
-    """Write that the run was submitted and waits for its start. Raises OSError if the file can't be written."""
-    kept = {key: value for key, value in read_run(run_dir).state.items() if key in ("step", "starts", "total_steps")}
-    state = {"status": "queued", "exit_code": None, **kept, **fields, "heartbeat": round(time.time(), 3)}
-    write_text(run_dir / "state.json", json.dumps({"step": 0, "starts": 0, **state}) + "\n")
+def mark_run(run_dir: Path, status: str, exit_code: int | None = None) -> None:
+    """Write what became of a run that no process runs just now: queued, or stopped before it started again.
+
+    Raises OSError if the file can't be written."""
+    kept = {"step": 0, "starts": 0, **read_run(run_dir).state}
+    old_start = ("host", "pid", "job", "message", "doing", "images_per_s")
+    state = {key: value for key, value in kept.items() if key not in old_start}
+    state |= {"status": status, "exit_code": exit_code, "heartbeat": round(time.time(), 3)}
+    write_text(run_dir / "state.json", json.dumps(state) + "\n")

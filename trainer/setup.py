@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.backends import why_not
 from trainer.checkpoint import load_encoder
 from trainer.checkpoint_files import list_checkpoints
-from trainer.cluster.ranks import Ranks
+from trainer.cluster.ranks import Ranks, job_key
 from trainer.config import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
 from trainer.data.index import Index, open_index
@@ -190,7 +190,7 @@ def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None
     check_cache_size(index, config.data.decode_cache_gib)
     if ranks.is_first:
         _log.info("reserving %.2f GiB of shared memory for decoded images", decoded_bytes(index) / 2**30)
-    job = os.environ.get("MASTER_PORT", "") if ranks.world_size > 1 else str(os.getpid())
+    job = (job_key() or os.environ.get("MASTER_PORT", "")) if ranks.world_size > 1 else str(os.getpid())
     path = SHARED_MEMORY / f"wmse_{os.getuid()}_{index.fingerprint}_{job}"
     try:
         cache = one_rank_a_node_first(ranks, lambda: DecodeCache(index, path, create=ranks.local_rank == 0))

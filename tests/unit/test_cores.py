@@ -40,6 +40,8 @@ def test_a_container_quota_limits_them(tmp_path: Path) -> None:
     (tmp_path / "user" / "job" / "cpu.max").write_text("max 100000\n")
     (tmp_path / "user" / "cpu.max").write_text("250000 100000\n")
     assert quota_cores(tmp_path, process) == 3
+    (tmp_path / "user" / "job" / "cpu.max").write_text("150000 100000\n")
+    assert quota_cores(tmp_path, process) == 2, "the strictest limit holds"
     process.write_text("4:memory:/x\n3:cpu,cpuacct:/box\n")
     (tmp_path / "cpu,cpuacct" / "box").mkdir(parents=True)
     (tmp_path / "cpu,cpuacct" / "box" / "cpu.cfs_quota_us").write_text("-1")

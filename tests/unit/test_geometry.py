@@ -31,6 +31,8 @@ def test_a_micro_batch_holds_whole_slices() -> None:
     # 1536 images: halves would fit the limit of 800, and hold whole slices; the limit of 700 needs thirds
     assert micro_batches(config_of(1536, images_per_micro_batch=800), 1536) == 2
     assert micro_batches(config_of(1536, images_per_micro_batch=700), 1536) == 3
+    # quarters of 384 images would fit the limit of 400, but not hold whole slices
+    assert micro_batches(config_of(1536, images_per_micro_batch=400), 1536) == 6
     with pytest.raises(InputError, match=r"images_per_micro_batch is 200: the 1536 images .* take 256 or more"):
         micro_batches(config_of(1536, images_per_micro_batch=200), 1536)
 

@@ -12,6 +12,7 @@ import pytest
 
 from trainer.cli import main
 from trainer.cluster.slurm import submit
+from trainer.config_load import load_config
 from trainer.errors import InputError
 
 Launch = Callable[..., int]
@@ -119,6 +120,45 @@ def test_options_of_a_cluster_are_refused_for_this_machine(
 ) -> None:
     assert launch(*words, cluster="local") == 2
     assert "local" in capsys.readouterr().err
+
+
+def test_what_is_submitted_is_fixed_at_that_moment(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By programs in the place of SLURM's: settings and code are copies, paths absolute, and what was submitted is noted."""
+    for name, line in (("srun", "true"), ("sbatch", f"echo $1 >> {tmp_path}/scripts; echo Submitted batch job 77")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    words = ("--run_dir", "runs/b", "--nodes", "1-3", "--data.images_per_step", "48", "--with_evaluator")
+    assert launch(*words, dry_run=False) == 0
+    assert f"submitted job 77: {tmp_path}/runs/b, evaluator 77" in capsys.readouterr().out
+    run_dir = tmp_path / "runs" / "b"
+    record = json.loads((run_dir / "launch.json").read_text())
+    assert (record["job_id"], record["nodes"], record["ranks_per_node"]) == ("77", "1-3", 1)
+    assert json.loads((run_dir / "state.json").read_text())["status"] == "queued"
+    assert (Path(record["code"]) / "trainer" / "loop.py").exists()
+    config = load_config(Path(record["command"][2]), [])
+    assert config.run_dir == str(run_dir)
+    assert config.allow_idle_ranks
+    assert config.optimizer.images_per_micro_batch == 16
+    assert len((tmp_path / "scripts").read_text().splitlines()) == 2
+
+
+def test_a_micro_batch_of_fewer_nodes_holds_a_slice(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the most nodes a rank holds half a slice, and neighbours whiten together; on one node that can't be."""
+    assert launch("--nodes", "1-2", "--ranks_per_node", "1") == 0
+    out = capsys.readouterr().out
+    assert "1 node(s): 1 ranks, 16 images each in 1 micro-batch(es) of 16" in out
+    assert "2 node(s): 2 ranks, 8 images each in 1 micro-batch(es) of 8" in out
+
+
+def test_the_dry_run_shows_the_evaluators_script_too(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("--with_evaluator") == 0
+    out = capsys.readouterr().out
+    assert out.count("#!/bin/bash") == 2
+    assert "#SBATCH --dependency=after:JOB" in out
 
 
 def test_a_run_whose_job_is_queued_is_not_submitted_twice(

@@ -13,7 +13,7 @@ import pytest
 from trainer import run_state
 from trainer.cluster.ranks import Ranks
 from trainer.errors import TrainingFailedError
-from trainer.run_state import RunState, stop_file, wait_for_end, write_queued
+from trainer.run_state import RunState, mark_run, stop_file, wait_for_end
 from trainer.signals import STOP, StopRequest
 
 REQUEUED = Ranks(job_id="123", restarts=1)
@@ -143,7 +143,8 @@ def test_an_idle_rank_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_queued_run_keeps_what_is_known_of_it(tmp_path: Path) -> None:
     started(tmp_path, Ranks()).ended("preempted", 75, step=40, total_steps=100)
-    write_queued(tmp_path, {})
+    mark_run(tmp_path, "queued")
     found = state_of(tmp_path)
     assert (found["status"], found["step"], found["total_steps"], found["starts"]) == ("queued", 40, 100, 1)
     assert found["exit_code"] is None
+    assert "pid" not in found

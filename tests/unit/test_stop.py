@@ -45,7 +45,7 @@ def write_run(run_dir: Path, status: str, *, silent_seconds: float = 0, **state:
     (run_dir / "state.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("status", ["queued", "preempted"])
+@pytest.mark.parametrize("status", ["queued", "preempted", "running"])  # the last: its node was lost
 def test_a_run_that_waits_in_the_queue_is_cancelled(status: str, slurm: Slurm, tmp_path: Path) -> None:
     slurm("PENDING")
     write_run(tmp_path / "run", status, silent_seconds=9000, total_steps=9)

@@ -80,3 +80,14 @@ def test_the_process_ends_though_the_last_thing_fails(ends: list[int]) -> None:
         watchdog.doing("waits for the images of step 3", for_files=True)
         time.sleep(0.5)
     assert ends == [1]
+
+
+def test_a_stall_is_told_and_taken_back(ends: list[int]) -> None:
+    told: list[str] = []
+    with Watchdog(0.1, 60.0, lambda: "", lambda: None, told.append) as watchdog:
+        watchdog.doing("makes step 3")
+        time.sleep(0.16)
+        watchdog.doing("makes step 4")
+        time.sleep(0.06)
+    assert "the run makes step 3" in told[0]
+    assert told[-1] == ""

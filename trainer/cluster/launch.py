@@ -23,10 +23,10 @@ from trainer.config_load import KEYS, load_config
 from trainer.data.index import open_index
 from trainer.errors import DONE, InputError
 from trainer.files import write_text
-from trainer.geometry import batch_norm_images, micro_batches, usable_ranks
+from trainer.geometry import batch_norm_images, micro_batches, rows_together, usable_ranks
 from trainer.run_folder import open_run_folder
 from trainer.run_plan import plan_lines
-from trainer.run_state import write_queued
+from trainer.run_state import mark_run
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ def launch(request: Request, cluster: str, *, dry_run: bool) -> int:
         folder = _common_folder(configs)
         parameters = _parameters(configs, nodes, request, folder / "code")
         print(batch_script(folder / "slurm", parameters, len(configs)))
+        for config in configs if request.with_evaluator else []:
+            parameters = _evaluator_parameters(Path(config.run_dir), "JOB", request, folder / "code")
+            print(batch_script(Path(config.run_dir) / "slurm", parameters, 1))
     else:
         _submit(configs, nodes, request)
     return DONE
@@ -116,7 +119,8 @@ def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -
     config = replace(config, allow_idle_ranks=True)
     if config.optimizer.images_per_micro_batch == 0:
         per_rank = config.data.images_per_step // usable_ranks(config, most * ranks_per_node)
-        largest = per_rank // micro_batches(config, per_rank)
+        # a rank of the largest number of nodes may hold less than a slice; a micro-batch of fewer ranks can not
+        largest = max(per_rank // micro_batches(config, per_rank), rows_together(config))
         optimizer = replace(config.optimizer, images_per_micro_batch=largest, accumulation_steps=1)
         config = replace(config, optimizer=optimizer)
     return config
@@ -202,7 +206,7 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
     commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
     for config in configs:  # before submitting: the job may start, and write its own state, at once
-        write_queued(Path(config.run_dir), {})
+        mark_run(Path(config.run_dir), "queued")
     try:
         ids = submit(folder / "slurm", _parameters(configs, nodes, request, code), commands)
     except InputError:
@@ -225,10 +229,15 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
 
 
 def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) -> str:
+    parameters = _evaluator_parameters(run_dir, job_id, request, code)
+    return submit(run_dir / "slurm", parameters, [["evaluate", "--follow", str(run_dir)]])[0]
+
+
+def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Path) -> dict[str, Any]:
     """A job of one task that begins when the run's job has begun."""
     one_gpu = replace(request.site, gpus_per_node=min(1, request.site.gpus_per_node), nodelist="", exclusive=False)
     site = replace(evaluator_site(one_gpu), dependency=f"after:{job_id}")
-    parameters = job_parameters(
+    return job_parameters(
         site,
         name=f"{run_dir.name}-evaluator",
         nodes=(1, 1),
@@ -236,7 +245,6 @@ def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) 
         code=code,
         commit=git_commit() or "unknown",
     )
-    return submit(run_dir / "slurm", parameters, [["evaluate", "--follow", str(run_dir)]])[0]
 
 
 def _write_record(run_dir: Path, record: dict[str, Any], request: Request) -> None:

@@ -55,6 +55,14 @@ def slurm_job_id(env: Mapping[str, str]) -> str:
     return env.get("SLURM_JOB_ID", "")
 
 
+def job_key() -> str:
+    """What only the ranks of this start of this job have in common; empty if they were started by hand."""
+    if "WMSE_LAUNCH" in os.environ:  # `wmse launch --cluster local`
+        return os.environ["WMSE_LAUNCH"]
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return ".".join(os.environ.get(name, "0") for name in names) if "SLURM_STEP_ID" in os.environ else ""
+
+
 def _of_torchrun(env: Mapping[str, str]) -> Ranks:
     rank = _number(env, "RANK")
     world_size = _number(env, "WORLD_SIZE")

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.cluster.nodes import expand_nodes
-from trainer.cluster.ranks import Ranks
+from trainer.cluster.ranks import Ranks, job_key
 from trainer.errors import BAD_INPUT, FAILED, InputError, TrainingFailedError
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
         store = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), ranks.world_size, False, timeout)
         return dist.PrefixStore(f"wmse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     host, ports = _address(ranks)
-    job = _job_key()
+    job = job_key()
     if ranks.is_first:
         store = _listen(host, ports, ranks, timeout)
         store.set(_JOB_KEY, job)
@@ -57,20 +57,12 @@ def meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
     return _connect(host, ports, job, ranks, timeout)
 
 
-def _job_key() -> str:
-    """What only the ranks of this start of this job have in common; empty if they were started by hand."""
-    if "WMSE_LAUNCH" in os.environ:  # `wmse launch --cluster local`
-        return os.environ["WMSE_LAUNCH"]
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return ".".join(os.environ.get(name, "0") for name in names) if "SLURM_STEP_ID" in os.environ else ""
-
-
 def _address(ranks: Ranks) -> tuple[str, list[int]]:
     """Host and ports at which the ranks may meet."""
     env = os.environ
     host = env.get("MASTER_ADDR", "")
     port = env.get("MASTER_PORT", "")
-    job = _job_key()
+    job = job_key()
     if job:
         nodes = expand_nodes(env.get("SLURM_STEP_NODELIST", "")) if "WMSE_LAUNCH" not in env else []
         host = host or (nodes[0] if len(nodes) > 1 else "127.0.0.1")

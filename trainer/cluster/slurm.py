@@ -55,8 +55,7 @@ def job_parameters(
         "gpus_per_node": site.gpus_per_node or None,
         "cpus_per_task": site.cpus_per_task or None,
         **{key: getattr(site, key) for key in _SAME_NAMES},
-        # python -m looks for packages in the current folder first
-        "setup": [*site.setup, *exports, f"cd {shlex.quote(str(code))}"],
+        "setup": [*site.setup, *exports, *_use_code(code)],
         "teardown": list(_REQUEUE),
         "srun_args": [*srun, *site.srun],
         "stderr_to_stdout": True,
@@ -64,6 +63,13 @@ def job_parameters(
     }
     given = {key: value for key, value in parameters.items() if value not in (None, "")}
     return given | {"wckey": None}  # submitit would set one, which sites without it refuse
+
+
+def _use_code(code: Path) -> list[str]:
+    """Lines that have Python take the packages in `code` before any that are installed: python -m looks into the current folder
+    first, and a container that begins in another one still has the path."""
+    folder = shlex.quote(str(code))
+    return [f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}}", f"cd {folder}"]
 
 
 _SAME_NAMES = (
