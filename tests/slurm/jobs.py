@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 from tests.integration.launch import wmse
 from tests.integration.run_files import checkpoint, metrics
 
+FINAL = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
 STOPS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
@@ -94,16 +95,20 @@ class Job:
 
     def wait_for(self, state: str, seconds: float = 180) -> None:
         """Wait for a state; another final one is a failure at once."""
-        final = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"} - {state}
-        found = ""
+        self._wait_unless_over(lambda: self.state == state, state, seconds)
 
+    def wait_for_restarts(self, restarts: int, seconds: float = 180) -> None:
+        """Wait until the job was requeued so often; its end is a failure at once."""
+        self._wait_unless_over(lambda: self.restarts == restarts, f"requeued {restarts} times", seconds)
+
+    def _wait_unless_over(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         def arrived() -> bool:
-            nonlocal found
-            found = self.state
-            return found == state or found in final
+            over = self.state in FINAL
+            arrived = condition()
+            assert arrived or not over, f"{self.state}, and not {what}\n{self.report()}"
+            return arrived
 
-        self.wait_until(arrived, state, seconds)
-        assert found == state, f"{found}, not {state}\n{self.report()}"
+        self.wait_until(arrived, what, seconds)
 
     def wait_for_step(self, step: int, seconds: float = 180) -> None:
         """Wait for a logged step."""
