@@ -57,9 +57,11 @@ def test_a_node_dies(cluster: Path, config: Path, nodes: list[str], unbroken: Jo
     job.wait_for_step(10)
     job.freeze(ranks=2)
     kill_node(cluster, nodes[1])
-    job.thaw()
-    job.wait_for_restarts(1)
-    start_node(cluster, nodes[1])
+    try:
+        job.thaw()
+        job.wait_for_restarts(1)
+    finally:
+        start_node(cluster, nodes[1])
     job.wait_for("COMPLETED")
     assert_same_run(job.run_dir, unbroken.run_dir)
     assert job.history() == ["NODE_FAIL", "COMPLETED"]
