@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from tests.conftest import ROOT
 from tests.integration.launch import wmse
-from tests.integration.run_files import checkpoint, metrics
 
 FINAL = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
 STOPS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -242,16 +240,3 @@ def _is_asked_to_stop(process: psutil.Process) -> bool:
         return True
     pending = sum(int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd")))
     return any(pending >> (number - 1) & 1 for number in STOPS)
-
-
-# --- what came out ---
-
-
-def assert_same_run(run_dir: Path, whole: Path) -> None:
-    """The same lines, weights and moments, bit for bit."""
-    assert metrics(run_dir) == metrics(whole)
-    last = metrics(whole)[-1]["step"]
-    ours, theirs = checkpoint(run_dir, last), checkpoint(whole, last)
-    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
-    for i, moments in theirs["optimizer"]["state"].items():
-        assert all(torch.equal(ours["optimizer"]["state"][i][name], value) for name, value in moments.items())

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.slurm.jobs import Job, assert_same_run, command, kill_node, launch, leftovers, preempt, sbatch, start_node
+from tests.integration.run_files import assert_same_run
+from tests.slurm.jobs import Job, command, kill_node, launch, leftovers, preempt, sbatch, start_node
 
 STEPS = 120
 

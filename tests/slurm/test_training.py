@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.integration.run_files import metrics
-from tests.slurm.jobs import Job, assert_same_run, command, launch, preempt, run_launch, run_wmse
+from tests.integration.run_files import assert_same_run, metrics
+from tests.slurm.jobs import Job, command, launch, preempt, run_launch, run_wmse
 
 STEPS = 120
 
