@@ -21,3 +21,13 @@ def state(run_dir: Path) -> tuple[str, int | None, int]:
 
 def checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
     return torch.load(run_dir / "checkpoints" / f"step_{step:08d}.pt", weights_only=True)
+
+
+def assert_same_run(run_dir: Path, whole: Path) -> None:
+    """The same lines, weights and moments, bit for bit."""
+    assert metrics(run_dir) == metrics(whole)
+    last = metrics(whole)[-1]["step"]
+    ours, theirs = checkpoint(run_dir, last), checkpoint(whole, last)
+    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
+    for i, moments in theirs["optimizer"]["state"].items():
+        assert all(torch.equal(ours["optimizer"]["state"][i][name], value) for name, value in moments.items())

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from tests.conftest import TINY
 from tests.faults import Faults, Started, start
 from tests.integration.launch import run
-from tests.integration.run_files import checkpoint, metrics, state
+from tests.integration.run_files import assert_same_run, checkpoint, metrics, state
 
 STEPS = 9
 Words = list[str | Path]
@@ -26,15 +25,6 @@ Words = list[str | Path]
 
 def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*.pt"))
-
-
-def assert_same_run(run_dir: Path, whole: Path) -> None:
-    """The same lines, weights and moments, bit for bit."""
-    assert metrics(run_dir) == metrics(whole)
-    ours, theirs = checkpoint(run_dir, STEPS), checkpoint(whole, STEPS)
-    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
-    for i, moments in theirs["optimizer"]["state"].items():
-        assert all(torch.equal(ours["optimizer"]["state"][i][name], value) for name, value in moments.items())
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from tests.conftest import ROOT
 from tests.integration.launch import wmse
-from tests.integration.run_files import checkpoint, metrics
 
+FINAL = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
 STOPS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
@@ -94,16 +93,20 @@ class Job:
 
     def wait_for(self, state: str, seconds: float = 180) -> None:
         """Wait for a state; another final one is a failure at once."""
-        final = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"} - {state}
-        found = ""
+        self._wait_unless_over(lambda: self.state == state, state, seconds)
 
+    def wait_for_restarts(self, restarts: int, seconds: float = 180) -> None:
+        """Wait until the job was requeued so often; its end is a failure at once."""
+        self._wait_unless_over(lambda: self.restarts == restarts, f"requeued {restarts} times", seconds)
+
+    def _wait_unless_over(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         def arrived() -> bool:
-            nonlocal found
-            found = self.state
-            return found == state or found in final
+            over = self.state in FINAL
+            arrived = condition()
+            assert arrived or not over, f"{self.state}, and not {what}\n{self.report()}"
+            return arrived
 
-        self.wait_until(arrived, state, seconds)
-        assert found == state, f"{found}, not {state}\n{self.report()}"
+        self.wait_until(arrived, what, seconds)
 
     def wait_for_step(self, step: int, seconds: float = 180) -> None:
         """Wait for a logged step."""
@@ -237,16 +240,3 @@ def _is_asked_to_stop(process: psutil.Process) -> bool:
         return True
     pending = sum(int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd")))
     return any(pending >> (number - 1) & 1 for number in STOPS)
-
-
-# --- what came out ---
-
-
-def assert_same_run(run_dir: Path, whole: Path) -> None:
-    """The same lines, weights and moments, bit for bit."""
-    assert metrics(run_dir) == metrics(whole)
-    last = metrics(whole)[-1]["step"]
-    ours, theirs = checkpoint(run_dir, last), checkpoint(whole, last)
-    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
-    for i, moments in theirs["optimizer"]["state"].items():
-        assert all(torch.equal(ours["optimizer"]["state"][i][name], value) for name, value in moments.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.slurm.jobs import Job, command
 
 SCRIPT = """#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:2 --time=5 --open-mode=append
+#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:2 --time=5 --requeue --open-mode=append
 srun bash -c 'echo "start ${SLURM_RESTART_COUNT:-0} of task $SLURM_PROCID on $(hostname), GPUs $CUDA_VISIBLE_DEVICES"'
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || sleep 300
 """

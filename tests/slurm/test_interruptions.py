@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.slurm.jobs import Job, assert_same_run, command, kill_node, launch, leftovers, preempt, sbatch, start_node
+from tests.integration.run_files import assert_same_run
+from tests.slurm.jobs import Job, command, kill_node, launch, leftovers, preempt, sbatch, start_node
 
 STEPS = 120
 
@@ -19,7 +20,7 @@ def test_time_limit(config: Path, nodes: list[str], unbroken: Job, tmp_path: Pat
     job.wait_for_step(5)
     job.freeze(ranks=2)
     job.thaw_when_signalled()
-    job.wait_until(lambda: job.restarts == 1, "requeued")
+    job.wait_for_restarts(1)
     job.wait_for("COMPLETED")
     assert_same_run(job.run_dir, unbroken.run_dir)
     assert job.history() == ["REQUEUED", "COMPLETED"]
@@ -39,7 +40,7 @@ def test_three_restarts(config: Path, nodes: list[str], unbroken: Job, tmp_path:
     job.freeze(ranks=2)
     command("scancel", "--signal=USR2", job.id)
     job.thaw_when_signalled()
-    job.wait_until(lambda: job.restarts == 2, "requeued")
+    job.wait_for_restarts(2)
     saved = job.run_state()
 
     job.wait_until(lambda: job.step > saved["checkpoint_step"], "at work again")
@@ -57,9 +58,11 @@ def test_a_node_dies(cluster: Path, config: Path, nodes: list[str], unbroken: Jo
     job.wait_for_step(10)
     job.freeze(ranks=2)
     kill_node(cluster, nodes[1])
-    job.thaw()
-    job.wait_until(lambda: job.restarts == 1, "requeued")
-    start_node(cluster, nodes[1])
+    try:
+        job.thaw()
+        job.wait_for_restarts(1)
+    finally:
+        start_node(cluster, nodes[1])
     job.wait_for("COMPLETED")
     assert_same_run(job.run_dir, unbroken.run_dir)
     assert job.history() == ["NODE_FAIL", "COMPLETED"]
@@ -107,7 +110,7 @@ def test_starts_without_progress_end_the_job(config: Path, nodes: list[str], tmp
         job.freeze(ranks=1)
         command("scancel", "--signal=USR1", job.id)
         job.thaw_when_signalled()
-        job.wait_until(lambda n=start: job.restarts == n, "requeued")
+        job.wait_for_restarts(start)
     job.wait_for("FAILED")
     state = job.run_state()
     assert (state["status"], state["exit_code"], state["step"]) == ("failed", 1, 0)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.integration.run_files import metrics
-from tests.slurm.jobs import Job, assert_same_run, command, launch, preempt, run_launch, run_wmse
+from tests.integration.run_files import assert_same_run, metrics
+from tests.slurm.jobs import Job, command, launch, preempt, run_launch, run_wmse
 
 STEPS = 120
 
@@ -66,16 +66,22 @@ def test_only_the_preempted_task_of_an_array_is_requeued(config: Path, nodes: li
     assert found == [("done", job.restarts, job.id) for job in jobs]
 
 
-def test_an_evaluator_follows(config: Path, nodes: list[str], tmp_path: Path) -> None:
+def test_an_evaluator_follows_and_survives_preemption(config: Path, nodes: list[str], tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
-    site.write_text(f"evaluator: {{nodelist: {nodes[1]}, time: 20}}\n")
+    site.write_text(f"evaluator: {{nodelist: {nodes[1]}}}\n")
     words = ("--with_evaluator", "--site", site, "--checkpoint.keep_every_epochs", "20")
     job = launch(config, tmp_path / "run", nodes[:1], *words)
     evaluator = Job(json.loads((job.run_dir / "launch.json").read_text())["evaluator_job_id"], job.run_dir)
-    job.wait_for("COMPLETED")
-    evaluator.wait_for("COMPLETED", 180)
-    found = [json.loads(path.read_text()) for path in (job.run_dir / "eval").glob("*.json")]
-    assert {result["step"] for result in found} == {60, STEPS}
+    results = job.run_dir / "eval"
+    evaluator.wait_until((results / "knn_60.json").exists, "an evaluation of step 60")
+    evaluator.freeze(ranks=1)
+    preempt([evaluator], nodes[1:])
+    evaluator.wait_for("COMPLETED")
+    names = {f"{measure}_{step}.json" for measure in ("knn", "linear") for step in (60, STEPS)}
+    assert {path.name for path in results.iterdir()} == names
+    assert (job.state, job.restarts, evaluator.restarts) == ("COMPLETED", 0, 1)
+    (row,) = status(job.run_dir)
+    assert row["evaluation"]["step"] == STEPS
 
 
 def test_status_and_stop_of_a_run_that_waits(config: Path, nodes: list[str], tmp_path: Path) -> None:

@@ -68,9 +68,11 @@ SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sc
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PriorityType=priority/basic
-# A preempted job gets TERM and, as on most clusters, not the signal that it asked for by --signal.
+# A preempted job gets TERM and, as on most clusters, not the signal that it asked for by --signal. A job is requeued only if it
+# asked for that.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+JobRequeue=0
 EnforcePartLimits=ANY
 KillWait=3
 MinJobAge=1200
