@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie. Needs no torch, so that a run can be looked at from outside in no time."""
+"""Where a run's checkpoints are stored. Needs no torch, so that a run can be inspected quickly."""
 
 from __future__ import annotations
 

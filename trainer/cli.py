@@ -136,7 +136,7 @@ def launch(words: Words) -> int:
 
 
 def stop(words: Words) -> int:
-    """Have a run, wherever it runs or waits, save a checkpoint and stay stopped."""
+    """Save a checkpoint and stop a run for good, running or queued; it is not requeued."""
     parser = _parser(stop)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
     parser.add_argument(

@@ -267,8 +267,8 @@ class Config:
     """After a signal the run saves and ends. If it hangs, so that it can't, it ends with exit code 75 after this long, without
     another checkpoint. Longer than two steps, and shorter than what the scheduler leaves between signal and kill."""
     allow_idle_ranks: bool = False
-    """If the global batch size does not divide over all ranks, train on as many of them as it does and leave the others idle,
-    instead of refusing to start. `wmse launch --nodes N-M` sets this."""
+    """If the global batch size can't be divided evenly among all ranks, train on as many of them as it can be and leave the
+    others idle, instead of refusing to start. `wmse launch --nodes N-M` sets this."""
     max_idle_restarts: int = 3
     """A requeued job fails if this many starts before it, in a row, made no new checkpoint: another start would not either."""
     timeout_minutes: float = 10.0

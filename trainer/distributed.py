@@ -41,7 +41,7 @@ def process_group(
     timeout = _collective_timeout(timeout_minutes)
     store = meet(ranks, timeout)
     own_gpu = {"gpu": str(torch.cuda.get_device_properties(device).uuid)} if on_gpu else {}
-    compare_ranks(store, ranks, {**(facts or {}), **own_gpu}, timeout, first)
+    compare_ranks(store, ranks, {**(facts or {}), "device": device.type, **own_gpu}, timeout, first)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,

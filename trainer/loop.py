@@ -11,7 +11,9 @@ import time
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 
-from trainer.cluster.ranks import find_ranks
+import torch
+
+from trainer.cluster.ranks import Ranks, find_ranks
 from trainer.commit import git_commit
 from trainer.config import Config, flatten
 from trainer.config_load import save_config
@@ -20,18 +22,19 @@ from trainer.data.plan import PLAN_VERSION
 from trainer.describe import describe_run
 from trainer.device import choose_device
 from trainer.distributed import is_of_lost_rank, process_group
-from trainer.errors import DONE, FAILED, PREEMPTED, TrainingFailedError
+from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedError
 from trainer.geometry import usable_ranks
 from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
 from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
-from trainer.run_state import RunState, mark_run, stop_file, wait_for_end
+from trainer.run_state import RunState, wait_for_end
 from trainer.saver import Saver
 from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, set_up
 from trainer.signals import GO_ON, PREEMPT, STOP, StopRequest
 from trainer.watchdog import Watchdog
 
+_LOCK_SECONDS = 120.0  # a file server may hold the lock of a node that has died for a while
 _HOST_DELAY = 2  # steps after which the host reads what a step left on the device
 _log = logging.getLogger(__name__)
 
@@ -40,30 +43,26 @@ def pretrain(config: Config, stop: StopRequest) -> int:
     """Start the run of `config`, or go on with it if its folder holds a checkpoint. Returns the exit code."""
     ranks = find_ranks()
     run_dir = open_run_folder(config.run_dir)
-    start_logging(run_dir, ranks.rank)
-    if ranks.restarts and stop_file(run_dir).exists():
-        _log.warning("%s was stopped by `wmse stop`: a requeued job does not go on with it", run_dir)
-        if ranks.is_first:
-            mark_run(run_dir, "stopped", DONE)
-        return DONE
+    start_logging(None, ranks.rank)  # log.txt belongs to whoever holds the folder
     if config.allow_idle_ranks:
         used = usable_ranks(config, ranks.world_size)
         if ranks.rank >= used:
             return wait_for_end(run_dir, stop, config.stop_timeout_seconds)
         ranks = replace(ranks, world_size=used)
     with ExitStack() as stack:
-        device = choose_device(config, ranks)
+        device, problem = _device(config, ranks)
         state = RunState(run_dir, ranks)
 
         def open_folder() -> None:
             """Take the run folder, once all ranks are there and before any of them goes on."""
-            stack.enter_context(lock_run_folder(run_dir))
+            stack.enter_context(lock_run_folder(run_dir, wait_seconds=_LOCK_SECONDS if ranks.restarts else 0.0))
+            start_logging(run_dir, ranks.rank)
             state.start(config.max_idle_restarts)
             stop.before_exit = state.preempted
             stack.enter_context(state.heartbeat(stop))
 
         try:
-            facts = {**flatten(config), "commit": git_commit(), "plan version": PLAN_VERSION}
+            facts = {**flatten(config), "commit": git_commit(), "plan version": PLAN_VERSION, "problem": problem}
             with process_group(ranks, device, config.timeout_minutes, facts=facts, first=open_folder):
                 run = set_up(config, ranks, device, run_dir)
                 describe_run(run)
@@ -75,6 +74,16 @@ def pretrain(config: Config, stop: StopRequest) -> int:
                 raise
             _log.error("this rank ends: another rank is gone or late (%s)", str(error).partition("\n")[0])
             return FAILED
+
+
+def _device(config: Config, ranks: Ranks) -> tuple[torch.device, str]:
+    """This rank's device, and what is wrong with it: one of several ranks must tell the others before it ends."""
+    try:
+        return choose_device(config, ranks), ""
+    except InputError as error:
+        if ranks.world_size == 1:
+            raise
+        return torch.device("cpu"), str(error)
 
 
 def train(run: Run, stop: StopRequest, state: RunState) -> int:
@@ -153,7 +162,8 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     if not run.ranks.is_first:
         return nullcontext()
     state.write(status="running", step=first_step, total_steps=run.schedule.total_steps)
-    _log.info("start %d of this run, at step %d of %d", state.starts, first_step, run.schedule.total_steps)
+    job = f" (SLURM job {run.ranks.job_id}, restart {run.ranks.restarts})" if run.ranks.job_id else ""
+    _log.info("start %d of this run%s, at step %d of %d", state.starts, job, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml")
     return closing(MetricsWriter(run.run_dir, first_step, run.end_step, tensorboard=run.config.log.tensorboard))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from trainer.saver import Saver
 from trainer.setup import Run
 
 _log = logging.getLogger(__name__)
+_LOOKS = 20
+_LOOK_SECONDS = 5.0  # the directory cache of NFS holds for up to a minute
 
 # settings that may change between restarts without changing what is learnt
 _FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes",
@@ -54,17 +57,34 @@ def resume(run: Run, sums: LossSums) -> int:
     """Load the newest checkpoint of the run folder, if there is one; returns the number of updates made so far.
 
     Raises InputError where settings that shape the result, or the images, are not those of the checkpoint."""
-    content = load_newest(run.checkpoints)
+    content = _find_same(run)
     step = 0 if content is None else _restore(run, content, sums)
     if run.ranks.is_first:
-        drop_quarantine_after(run.quarantine, step)  # before any rank appends to it: all wait for each other below
-    newest, oldest = agree(torch.tensor([step, -step], device=run.device), run.ranks).tolist()
-    if newest != -oldest:
-        raise InputError(
-            f"{run.checkpoints}: this rank finds the checkpoint of step {step}, others those of {-oldest} to {newest}: the "
-            "file system shows nodes different files. Start again when it has settled"
-        )
+        drop_quarantine_after(run.quarantine, step)
+    agree(torch.zeros(1, device=run.device), run.ranks)  # no rank may append to the quarantine before that
     return step
+
+
+def _find_same(run: Run) -> dict[str, Any] | None:
+    """The newest checkpoint, the same on all ranks. A network file system may show a new file late to other nodes: ranks that
+    find an older one look again for a while.
+
+    Raises InputError if they still differ then."""
+    content = load_newest(run.checkpoints)
+    for look in range(_LOOKS):
+        step = 0 if content is None else int(content["step"])
+        newest, oldest = agree(torch.tensor([step, -step], device=run.device), run.ranks).tolist()
+        if newest == -oldest:
+            return content
+        if look == 0:
+            _log.warning("this rank finds the checkpoint of step %d, others up to %d: looking again", step, newest)
+        time.sleep(_LOOK_SECONDS)
+        if step < newest:
+            content = load_newest(run.checkpoints)
+    raise InputError(
+        f"{run.checkpoints}: this rank finds the checkpoint of step {step}, others those of {-oldest} to {newest}: the "
+        "file system shows nodes different files. Start again when it has settled"
+    )
 
 
 def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:

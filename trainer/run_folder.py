@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import BinaryIO
 
 from trainer.errors import InputError
 
@@ -33,17 +34,18 @@ def open_run_folder(run_dir: str) -> Path:
 
 
 @contextmanager
-def lock_run_folder(run_dir: Path) -> Iterator[None]:
+def lock_run_folder(run_dir: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
     """Keep other processes out of the folder while the block runs: two that train into it would tear each other's files.
 
-    The system lets go of the lock when the process ends, however it does. Raises InputError naming who holds it."""
+    The system lets go of the lock when the process ends, however it does. Raises InputError naming who holds it, if it is
+    still held after `wait_seconds`."""
     try:
         file = (run_dir / ".lock").open("a+b", buffering=0)
     except OSError as error:
         raise InputError(f"can't write to the run folder {run_dir}: {error.strerror}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, time.monotonic() + wait_seconds)
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().decode(errors="replace").strip() or "which did not say its name"
@@ -57,6 +59,17 @@ def lock_run_folder(run_dir: Path) -> Iterator[None]:
             since = time.strftime("%Y-%m-%d %H:%M:%S")
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
         yield
+
+
+def _lock(file: BinaryIO, end: float) -> None:
+    """Raises BlockingIOError if another process holds the lock until `end`."""
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(1.0)
 
 
 class _CurrentStderr(logging.StreamHandler):

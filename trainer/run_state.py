@@ -20,19 +20,28 @@ from typing import Any
 from trainer.checkpoint_files import newest_step
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runs import read_run, whole
-from trainer.errors import BAD_INPUT, FAILED, PREEMPTED, InputError, TrainingFailedError
+from trainer.errors import BAD_INPUT, DONE, FAILED, PREEMPTED, InputError, TrainingFailedError
 from trainer.files import write_text
 from trainer.signals import STOP, StopRequest
 
 _log = logging.getLogger(__name__)
 _BEAT_SECONDS = 15.0
 _LOOK_SECONDS = 2.0  # `wmse stop` is noticed this fast
+_SILENT_SECONDS = 900.0  # longer than timeout_minutes, which ends the other ranks
 _LOCK_SECONDS = 3.0  # a write that hangs on its file system must not hold up the end of the process
 
 
 def stop_file(run_dir: Path) -> Path:
     """The file by which `wmse stop` asks a run to end."""
     return run_dir / "stop"
+
+
+def _stopped_job(run_dir: Path) -> str:
+    """The SLURM job that `wmse stop` meant, empty if it was none."""
+    try:
+        return stop_file(run_dir).read_text().strip()
+    except OSError:
+        return ""
 
 
 class RunState:
@@ -53,7 +62,7 @@ class RunState:
     def start(self, max_idle_restarts: int) -> None:
         """Begin to write, and forget an earlier `wmse stop`. The caller holds the folder's lock.
 
-        Raises TrainingFailedError if SLURM has requeued this job `max_idle_restarts` times in a row for no new checkpoint."""
+        Raises TrainingFailedError if SLURM requeued this job `max_idle_restarts` times in a row without a new checkpoint."""
         before = read_run(self._run_dir).state
         step = newest_step(self._run_dir)
         is_idle = self._ranks.restarts > 0 and before.get("first_step") == step
@@ -70,10 +79,11 @@ class RunState:
             pid=os.getpid(),
             job={"id": self._ranks.job_id, "restarts": self._ranks.restarts} if self._ranks.job_id else None,
         )
-        stop_file(self._run_dir).unlink(missing_ok=True)
+        if _stopped_job(self._run_dir) != self._ranks.job_id or not self._ranks.job_id:
+            stop_file(self._run_dir).unlink(missing_ok=True)  # it stopped an earlier job, or an earlier start by hand
         if idle_starts >= max_idle_restarts:
             raise TrainingFailedError(
-                f"{idle_starts} starts in a row made no checkpoint beyond step {step}, so this job is not requeued: see "
+                f"{idle_starts} starts in a row produced no checkpoint beyond step {step}, so this job is not requeued: see "
                 f"{self._run_dir / 'log.txt'} for what ended them. Give the job more time or the run more frequent checkpoints "
                 "(checkpoint.every_minutes), and submit it again"
             )
@@ -137,7 +147,7 @@ class RunState:
     def _beat(self, stop: StopRequest, ended: threading.Event) -> None:
         last = time.monotonic()
         while not ended.wait(_LOOK_SECONDS):
-            if not stop.asked and stop_file(self._run_dir).exists():
+            if not stop.asked and os.path.exists(stop_file(self._run_dir)):  # Path.exists raises for a stale handle
                 _log.warning("`wmse stop` was called: saving a checkpoint and stopping after the current step")
                 stop.ask(STOP)
             if time.monotonic() - last >= _BEAT_SECONDS:
@@ -148,15 +158,23 @@ class RunState:
 def wait_for_end(run_dir: Path, stop: StopRequest, timeout_seconds: float) -> int:
     """Wait on a rank that has nothing to do until the others have ended; returns the exit code of the run.
 
-    The rank stays because srun and torchrun may take an early end for a failure."""
-    began = time.time()
+    The rank stays because srun and torchrun may take an early end for a failure. It gives up when rank 0 has given no
+    sign of life for a while."""
     stop.allow(timeout_seconds)
-    _log.warning("the global batch size does not divide over all ranks: this rank stays idle")
-    while True:
+    _log.warning("the global batch size can't be divided evenly among all ranks: this rank stays idle")
+    before = last = read_run(run_dir).state.get("heartbeat")
+    heard = time.monotonic()
+    while time.monotonic() - heard < _SILENT_SECONDS:
         state = read_run(run_dir).state
-        if state.get("exit_code") is not None and state.get("heartbeat", 0) > began:
+        beat = state.get("heartbeat")
+        if state.get("exit_code") is not None and beat != before:
             return int(state["exit_code"])
+        if beat != last:
+            last = beat
+            heard = time.monotonic()
         time.sleep(_LOOK_SECONDS)
+    _log.error("no sign of life from rank 0 for %.0f s: this rank ends", _SILENT_SECONDS)
+    return DONE
 
 
 def mark_run(run_dir: Path, status: str, exit_code: int | None = None) -> None:

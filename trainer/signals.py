@@ -21,9 +21,17 @@ from trainer.errors import INTERRUPTED, PREEMPTED
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CLOSE = 0  # byte that ends the thread; no signal has this number
-_HOOK_SECONDS = 5.0  # the last words of a process that is ended may hang on a file system, too
+_ASIDE_SECONDS = 3.0
 
 GO_ON, PREEMPT, STOP = 0, 1, 2  # what a rank asks for; the largest over all ranks holds
+
+
+def aside(work: Callable[[], None]) -> None:
+    """Do `work` in a thread and wait for some seconds: the file system it writes to may be what hangs, also behind a log line
+    of another thread."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_ASIDE_SECONDS)
 
 
 class StopRequest:
@@ -67,9 +75,9 @@ class StopRequest:
         self.ask()
         name = signal.Signals(number).name
         if self._seconds:
-            _log.warning("received %s: saving a checkpoint and stopping after the current step", name)
+            aside(lambda: _log.warning("received %s: saving a checkpoint and stopping after the current step", name))
         else:
-            _log.warning("received %s before the first step: nothing to save, stopping now", name)
+            aside(lambda: _log.warning("received %s: there is nothing to save, stopping now", name))
 
     def seconds_left(self) -> float | None:
         """Time until the process is ended, None if no signal has come."""
@@ -78,14 +86,14 @@ class StopRequest:
     def end_process(self) -> None:
         """End the process without Python's clean-up, which would wait for whatever hangs."""
         if self._seconds:
-            _log.error(
-                "no answer %.0f s after the signal (stop_timeout_seconds): the run hangs and ends without another checkpoint; "
-                "the same command goes on from the last one",
-                self._seconds,
+            aside(
+                lambda: _log.error(
+                    "no answer %.0f s after the signal (stop_timeout_seconds): the run hangs and ends without another "
+                    "checkpoint; the same command goes on from the last one",
+                    self._seconds,
+                )
             )
-        hook = threading.Thread(target=self.before_exit, daemon=True)
-        hook.start()
-        hook.join(_HOOK_SECONDS)
+        aside(self.before_exit)
         os._exit(PREEMPTED)
 
 

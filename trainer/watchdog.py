@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from trainer.errors import FAILED
+from trainer.signals import aside
 
 _log = logging.getLogger(__name__)
 
@@ -79,15 +80,16 @@ class Watchdog:
         return f" ({details})" if details else ""
 
     def _end(self, seconds: float, what: str) -> None:
-        _log.error(
-            "no news for %.0f s (timeout_minutes): the run %s%s. It ends here; what each thread does follows. The same "
-            "command goes on from the last checkpoint",
-            seconds,
-            what,
-            self._more(),
+        more = self._more()
+        aside(
+            lambda: _log.error(
+                "no news for %.0f s (timeout_minutes): the run %s%s. It ends here; what each thread does follows. The same "
+                "command goes on from the last checkpoint",
+                seconds,
+                what,
+                more,
+            )
         )
         faulthandler.dump_traceback(2, all_threads=True)
-        try:
-            self._before_exit()
-        finally:  # the threads that hang can't be ended, and Python would wait for them
-            os._exit(FAILED)
+        aside(self._before_exit)
+        os._exit(FAILED)  # the threads that hang can't be ended, and Python would wait for them

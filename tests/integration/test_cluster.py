@@ -78,17 +78,23 @@ def test_wmse_stop_saves_and_the_next_start_goes_on(
     assert state(tmp_path / "run") == ("paused", 0, step + 1)
 
 
-def test_a_requeued_job_does_not_go_on_with_a_stopped_run(
+def test_a_requeued_job_that_was_asked_to_stop_saves_once_and_ends(
     words: Callable[..., Words], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main([str(word) for word in words("--max_steps", "1")]) == 0
-    (tmp_path / "run" / "stop").touch()
+    """As after the loss of a node: `wmse stop` was called while nothing ran."""
+    monkeypatch.setattr("trainer.run_state._LOOK_SECONDS", 0.01)
+    assert main([str(word) for word in words(*LONG, "--max_steps", "1")]) == 0
+    (tmp_path / "run" / "stop").write_text("5")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert main([str(word) for word in words()]) == 0
-    assert state(tmp_path / "run")[2] == 1
+    assert main([str(word) for word in words(*LONG)]) == 0
+    assert state(tmp_path / "run")[:2] == ("stopped", 0)
+    # submitted anew, it goes on
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert main([str(word) for word in words()]) == 0
-    assert state(tmp_path / "run") == ("done", 0, 9)
+    step = state(tmp_path / "run")[2] + 2
+    assert main([str(word) for word in words(*LONG, "--max_steps", str(step))]) == 0
+    assert state(tmp_path / "run") == ("paused", 0, step)
 
 
 def test_a_run_that_never_gets_on_is_not_requeued_for_ever(
@@ -102,7 +108,7 @@ def test_a_run_that_never_gets_on_is_not_requeued_for_ever(
         assert main([str(word) for word in words()]) == 75
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     assert main([str(word) for word in words()]) == 1
-    assert "3 starts in a row made no checkpoint beyond step 0" in capsys.readouterr().err
+    assert "3 starts in a row produced no checkpoint beyond step 0" in capsys.readouterr().err
     assert state(tmp_path / "run") == ("failed", 1, 0)
 
 

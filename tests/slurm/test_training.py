@@ -78,7 +78,7 @@ def test_an_evaluator_follows_and_survives_preemption(config: Path, nodes: list[
     preempt([evaluator], nodes[1:])
     evaluator.wait_for("COMPLETED")
     names = {f"{measure}_{step}.json" for measure in ("knn", "linear") for step in (60, STEPS)}
-    assert {path.name for path in results.iterdir()} == names
+    assert {path.name for path in results.iterdir()} == {*names, ".lock"}
     assert (job.state, job.restarts, evaluator.restarts) == ("COMPLETED", 0, 1)
     (row,) = status(job.run_dir)
     assert row["evaluation"]["step"] == STEPS

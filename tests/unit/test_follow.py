@@ -119,7 +119,7 @@ def test_a_second_start_measures_what_is_missing(run_dir: Path, monkeypatch: pyt
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == [2, 3]
     assert results(run_dir) == whole | {"linear_2.json": {"top1": "mine"}}
-    assert {path.name for path in (run_dir / "eval").iterdir()} == set(whole)
+    assert {path.name for path in (run_dir / "eval").iterdir()} == {*whole, ".lock"}
     steps.clear()
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == []
@@ -230,7 +230,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
     def says(state: str | None) -> None:
         known = {"5": Job(state, "", "")} if state else {}
-        monkeypatch.setattr(follow, "find_jobs", lambda ids: {i: known[i] for i in ids if i in known})
+        monkeypatch.setattr(follow, "find_job", known.get)
 
     says(None)
     return says

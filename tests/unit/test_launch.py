@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from trainer.cli import main
 from trainer.cluster.slurm import submit
 from trainer.config_load import load_config
@@ -45,7 +47,7 @@ def test_the_batch_script_says_what_was_asked_for(launch: Launch, capsys: pytest
     assert not [option for option in script if option.startswith("wckey")]
     assert "srun --unbuffered" in out
     assert "--kill-on-bad-exit=0 --cpus-per-task=8" in out
-    assert 'if [ "$code" -eq 75 ]; then scontrol requeue' in out
+    assert 'case "$code" in 75|138|140|143)' in out
     assert out.rstrip().endswith('exit "$code"')
 
 
@@ -56,7 +58,10 @@ def test_a_range_of_nodes_keeps_the_batch_and_says_what_changes(
     assert launch(*words) == 0
     out = capsys.readouterr().out
     assert "1 node(s): 1 ranks, 48 images each in 3 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
-    assert "2 node(s): 1 ranks (1 of 2 idle: the global batch does not divide over all), 48 images each in 3" in out
+    assert (
+        "2 node(s): 1 ranks (1 of 2 idle: the global batch can't be divided evenly among all), 48 images each in 3"
+        in out
+    )
     assert "3 node(s): 3 ranks, 16 images each in 1 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
     assert "#SBATCH --nodes=1-3" in out
 
@@ -70,6 +75,44 @@ def test_an_array_has_a_folder_for_each_value(
     assert f"run {tmp_path}/runs/a/seed-7\n" in out
     assert "#SBATCH --array=0-1%2" in out
     assert f"--output={tmp_path}/runs/a/slurm/%A_%a_0_log.out" in out
+
+
+def test_the_batch_script_and_the_plain_scripts_end_alike(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch() == 0
+    end = capsys.readouterr().out.partition("code=$?\n")[2].strip()
+    for name in ("pretrain", "evaluate"):
+        assert (ROOT / "slurm" / f"{name}.sbatch").read_text().partition("code=$?\n")[2].strip() == end
+
+
+@pytest.mark.parametrize(
+    ("variables", "requeued"),
+    [
+        ({"SLURM_JOB_ID": "7"}, "7"),
+        ({"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2"),
+    ],
+)
+@pytest.mark.parametrize("code", [0, 1, 2, 75, 137, 143])
+def test_only_a_preempted_job_is_requeued_and_of_an_array_only_the_task(
+    code: int, variables: dict[str, str], requeued: str, tmp_path: Path
+) -> None:
+    """The plain script, with programs in the place of SLURM's. The id of an array's last task is that of the whole array."""
+    for name, line in (("srun", f"exit {code}"), ("scontrol", f"echo $@ >> {tmp_path}/calls"), ("sleep", "exit 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), **variables}
+    done = subprocess.run(["bash", ROOT / "slurm" / "pretrain.sbatch", "a.yaml"], env=env, check=False)
+    assert done.returncode == code
+    calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+    assert set(calls) == ({f"requeue {requeued}"} if code in (75, 143) else set())
+
+
+def test_configs_of_one_name_do_not_share_a_folder(
+    launch: Launch, capsys: pytest.CaptureFixture[str], tiny_config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "more").mkdir()
+    shutil.copy(tiny_config, tmp_path / "more")
+    assert launch("--array", f"config={tiny_config},{tmp_path}/more/{tiny_config.name}") == 2
+    assert "two values would share a run folder" in capsys.readouterr().err
 
 
 def test_an_array_over_configs(
@@ -91,7 +134,7 @@ def test_an_array_over_configs(
         (["--data.images_per_step", "17"], "not a multiple of loss.slice_size"),
         (["--array", "sede=1,2"], "--array is 'sede=1,2'"),
         (["--array", "seed"], "--array is 'seed'"),
-        (["--array", "seed=1,1"], "stands twice"),
+        (["--array", "seed=1,1"], "is listed twice"),
         (["--run_dir", ""], "run_dir is not set"),
         (["--partitoin", "low"], "unknown setting partitoin"),
         (["--site", "/no/site.yaml"], "no config file /no/site.yaml"),
@@ -133,7 +176,7 @@ def test_what_is_submitted_is_fixed_at_that_moment(
     monkeypatch.chdir(tmp_path)
     words = ("--run_dir", "runs/b", "--nodes", "1-3", "--data.images_per_step", "48", "--with_evaluator")
     assert launch(*words, dry_run=False) == 0
-    assert f"submitted job 77: {tmp_path}/runs/b, evaluator 77" in capsys.readouterr().out
+    assert f"submitted job 77: {tmp_path}/runs/b\nsubmitted job 77: its evaluator" in capsys.readouterr().out
     run_dir = tmp_path / "runs" / "b"
     record = json.loads((run_dir / "launch.json").read_text())
     assert (record["job_id"], record["nodes"], record["ranks_per_node"]) == ("77", "1-3", 1)
@@ -170,7 +213,7 @@ def test_a_run_whose_job_is_queued_is_not_submitted_twice(
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "launch.json").write_text(json.dumps({"job_id": "7"}))
     assert launch() == 2
-    assert "is already PENDING as SLURM job 7" in capsys.readouterr().err
+    assert "SLURM job 7 (PENDING) has this run" in capsys.readouterr().err
 
 
 def test_without_slurm_nothing_is_submitted_and_no_run_claims_to_be_queued(

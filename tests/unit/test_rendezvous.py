@@ -100,6 +100,13 @@ def test_a_requeued_job_does_not_join_its_earlier_start(
         meet(Ranks(1, 2), LONG)
 
 
+def test_a_node_whose_name_leads_nowhere_is_said(job: Callable[..., None], environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(rendezvous, "_RESOLVE_SECONDS", 0.1)
+    job("9", nodes="no-such-node.invalid,b")
+    with pytest.raises(InputError, match=r"can't resolve no-such-node\.invalid, the node of rank 0"):
+        meet(Ranks(1, 2), SHORT)
+
+
 def test_several_ranks_need_an_address() -> None:
     with pytest.raises(InputError, match=r"2 ranks, but MASTER_ADDR and MASTER_PORT not set: start with `wmse launch`"):
         meet(Ranks(0, 2), SHORT)
@@ -180,6 +187,12 @@ def test_a_rank_with_other_settings_is_named_on_every_rank_at_once(free_port: in
     assert "learning_rate" not in raised[0]
 
 
+def test_what_is_wrong_with_one_rank_every_rank_says(free_port: int) -> None:
+    raised = compare(3, lambda r: {"problem": "no GPU here" if r.rank == 1 else ""})
+    assert raised == [f"InputError: rank 1 on {socket.gethostname()}: no GPU here"] * 3
+    assert all("no GPU here" in text for text in compare(2, lambda r: {"problem": "no GPU here"}))
+
+
 def test_ranks_on_one_gpu_are_refused(free_port: int) -> None:
     raised = compare(3, lambda r: {"gpu": "GPU-a" if r.rank else "GPU-b"})
     assert all("ranks 1 and 2" in text and "both use GPU GPU-a: start one rank per GPU" in text for text in raised)
@@ -195,10 +208,21 @@ def test_what_rank_0_refuses_every_rank_raises(kind: type[Exception], free_port:
 
 def test_a_second_process_with_the_same_rank_is_refused(free_port: int) -> None:
     """As when two jobs that were started by hand share a port."""
-    store = meet(Ranks(0, 2), LONG)
-    compare_ranks(meet(Ranks(1, 2), LONG), Ranks(0, 1), {}, LONG, lambda: None)
-    with pytest.raises(InputError, match="rank 0: another process has already joined as this rank"):
-        compare_ranks(store, Ranks(0, 2), {}, LONG, lambda: None)
+    store = meet(Ranks(0, 3), LONG)
+
+    def join(_: Ranks) -> str:
+        try:
+            compare_ranks(meet(Ranks(1, 3), SHORT), Ranks(1, 3), {}, SHORT, lambda: None)
+        except InputError as error:
+            return str(error)
+        except dist.DistError:
+            return "waited for rank 0"
+        return ""
+
+    said = sorted(future.result() for future in on_ranks(2, join))
+    assert "rank 1: another process has already joined as this rank" in said[0]
+    assert said[1] == "waited for rank 0"
+    del store
 
 
 def test_a_rank_that_does_not_come_is_named(free_port: int, environment: pytest.MonkeyPatch) -> None:

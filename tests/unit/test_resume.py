@@ -78,6 +78,27 @@ def test_another_plan_or_other_images(part: dict[str, Any], message: str, run: R
 
 def test_ranks_that_find_different_checkpoints_do_not_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a network file system shows one node a checkpoint that another does not see yet."""
+    monkeypatch.setattr("trainer.resume._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("trainer.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
     with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, others those of 0 to 4"):
         resume(run, LossSums(run.device))
+
+
+def test_a_checkpoint_that_shows_up_late_is_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another rank sees step 4 at once; this one at its third look."""
+    monkeypatch.setattr("trainer.resume._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.resume._restore", lambda run, content, sums: content["step"])
+    looks: list[int] = []
+
+    def load_late(folder: Path) -> dict[str, Any] | None:
+        looks.append(1)
+        return {"step": 4} if len(looks) == 3 else None
+
+    monkeypatch.setattr("trainer.resume.load_newest", load_late)
+    monkeypatch.setattr(
+        "trainer.resume.agree", lambda v, ranks: torch.maximum(v, torch.tensor([4, -4])) if len(v) == 2 else v
+    )
+    assert resume(run, LossSums(run.device)) == 4
+    assert len(looks) == 3

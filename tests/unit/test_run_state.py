@@ -45,7 +45,9 @@ def test_starts_are_counted_and_the_job_is_named(tmp_path: Path) -> None:
 def test_a_job_that_is_requeued_again_and_again_without_a_new_checkpoint_is_given_up(tmp_path: Path) -> None:
     started(tmp_path, Ranks(job_id="123"), most=2)
     started(tmp_path, REQUEUED, most=2)
-    with pytest.raises(TrainingFailedError, match=r"2 starts in a row made no checkpoint beyond step 0.*not requeued"):
+    with pytest.raises(
+        TrainingFailedError, match=r"2 starts in a row produced no checkpoint beyond step 0.*not requeued"
+    ):
         started(tmp_path, REQUEUED, most=2)
     # submitted anew by somebody, it gets its chances again
     started(tmp_path, Ranks(job_id="124"), most=2)
@@ -114,6 +116,15 @@ def test_wmse_stop_reaches_the_run_and_is_forgotten_by_the_next_start(
     assert not stop_file(tmp_path).exists()
 
 
+@pytest.mark.parametrize(("named", "kept"), [("123", True), ("122", False), ("", False)])
+def test_a_job_heeds_a_stop_that_came_before_its_start_if_it_was_meant(named: str, kept: bool, tmp_path: Path) -> None:
+    """As for a job that copied its data when `wmse stop` was called, or that was requeued after it lost a node."""
+    (tmp_path / "checkpoints").mkdir()
+    stop_file(tmp_path).write_text(named)
+    started(tmp_path, REQUEUED)
+    assert stop_file(tmp_path).exists() == kept
+
+
 def test_a_write_that_hangs_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = started(tmp_path, Ranks())
     monkeypatch.setattr(run_state, "_LOCK_SECONDS", 0.1)
@@ -130,6 +141,7 @@ def test_a_write_that_hangs_does_not_hold_up_the_others(tmp_path: Path, monkeypa
 
 def test_an_idle_rank_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run_state, "_SILENT_SECONDS", 5.0)
     started(tmp_path, Ranks()).ended("failed", 1)  # by an earlier start
     codes: list[int] = []
     idle = threading.Thread(target=lambda: codes.append(wait_for_end(tmp_path, StopRequest(), 60)), daemon=True)
@@ -139,6 +151,12 @@ def test_an_idle_rank_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     started(tmp_path, Ranks()).ended("preempted", 75)
     idle.join(5)
     assert codes == [75]
+
+
+def test_an_idle_rank_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run_state, "_SILENT_SECONDS", 0.1)
+    assert wait_for_end(tmp_path, StopRequest(), 60) == 0
 
 
 def test_a_queued_run_keeps_what_is_known_of_it(tmp_path: Path) -> None:

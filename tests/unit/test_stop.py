@@ -29,7 +29,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
         (programs / name).write_text(f"#!/bin/sh\n{line}\n")
         (programs / name).chmod(0o755)
 
-    program("scancel", f"echo $1 >> {tmp_path}/cancelled")
+    program("scancel", f"echo $@ >> {tmp_path}/cancelled")
     program("sacct", "true")
 
     def set_state(state: str) -> None:
@@ -50,7 +50,7 @@ def test_a_run_that_waits_in_the_queue_is_cancelled(status: str, slurm: Slurm, t
     slurm("PENDING")
     write_run(tmp_path / "run", status, silent_seconds=9000, total_steps=9)
     assert "job 12_3 was still queued and is cancelled" in stop_run(tmp_path / "run", 5)
-    assert (tmp_path / "cancelled").read_text() == "12_3\n"
+    assert (tmp_path / "cancelled").read_text() == "--state=PENDING 12_3\n"
     state = json.loads((tmp_path / "run" / "state.json").read_text())
     assert (state["status"], state["exit_code"], state["step"]) == ("stopped", 0, 5)
 
@@ -68,8 +68,25 @@ def test_a_running_job_is_not_cancelled(slurm: Slurm, tmp_path: Path) -> None:
 def test_a_run_that_nothing_runs_any_more_is_said_at_once(state: str, slurm: Slurm, tmp_path: Path) -> None:
     slurm(state)
     write_run(tmp_path / "run", "running", silent_seconds=600)
-    with pytest.raises(InputError, match=r"nothing runs .*last heartbeat was 10 minutes ago"):
+    with pytest.raises(InputError, match=r"no process is running .*last heartbeat was 10 minutes ago"):
         stop_run(tmp_path / "run", 60)
+
+
+def test_a_run_that_failed_because_it_lost_a_node_waits_in_the_queue_again(slurm: Slurm, tmp_path: Path) -> None:
+    slurm("PENDING")
+    write_run(tmp_path / "run", "failed")
+    assert "is cancelled" in stop_run(tmp_path / "run", 5)
+    slurm("FAILED")
+    write_run(tmp_path / "run", "failed")
+    assert "has already ended: failed" in stop_run(tmp_path / "run", 5)
+
+
+def test_the_file_names_the_job_that_shall_stop(slurm: Slurm, tmp_path: Path) -> None:
+    slurm("RUNNING")
+    write_run(tmp_path / "run", "queued", silent_seconds=600)  # it runs, but still copies its data
+    with pytest.raises(InputError, match="asked to stop"):
+        stop_run(tmp_path / "run", 0.1)
+    assert stop_file(tmp_path / "run").read_text() == "12_3"
 
 
 def test_what_is_no_run_or_is_over(tmp_path: Path) -> None:

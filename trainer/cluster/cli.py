@@ -1,4 +1,4 @@
-"""`wmse launch` on the command line: its options, and the parting of options of the site from settings of the run."""
+"""`wmse launch` on the command line: its options, and how site options are separated from run settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.errors import InputError
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own options; those of the site and settings of the run are parted from the rest later."""
+    """Add the command's own options; site options and run settings are split off later."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="the experiment, YAML")
     parser.add_argument("--cluster", choices=("slurm", "local"), required=True, help="local: this machine")
     parser.add_argument("--nodes", default="1", metavar="N", help="nodes, or a range such as 4-8 (default 1)")
@@ -22,7 +22,11 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--array", default="", metavar="KEY=V1,V2", help="a run for each value, as seed=0,1 or config=A,B"
     )
-    parser.add_argument("--with_evaluator", action="store_true", help="also start an evaluator that follows the run")
+    parser.add_argument(
+        "--with_evaluator",
+        action="store_true",
+        help="also measure the checkpoints, by a job of its own (local: after the training)",
+    )
     parser.add_argument("--data_on_nodes", action="store_true", help="data.root exists on the compute nodes only")
     parser.add_argument("--dry_run", action="store_true", help="check, print the batch script and stop")
 

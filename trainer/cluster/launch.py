@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster.jobs import ACTIVE, find_jobs
+from trainer.cluster.jobs import find_job
 from trainer.cluster.local import run_local
 from trainer.cluster.nodes import parse_node_count
 from trainer.cluster.runs import read_run
@@ -44,7 +44,7 @@ class Request:
     site: Site
     with_evaluator: bool
     data_on_nodes: bool
-    """The data set is not to be seen from here."""
+    """The data set is not visible from this machine."""
 
 
 def launch(request: Request, cluster: str, *, dry_run: bool) -> int:
@@ -87,7 +87,7 @@ def _configs(request: Request) -> list[Config]:
             f"--array is {request.array!r}: give a setting and its values, as seed=0,1,2, or config=a.yaml,b.yaml"
         )
     if len(set(values)) < len(values):
-        raise InputError(f"--array is {request.array!r}: a value stands twice")
+        raise InputError(f"--array is {request.array!r}: a value is listed twice")
     configs = []
     for value in values:
         config = (
@@ -97,6 +97,10 @@ def _configs(request: Request) -> list[Config]:
         )
         name = Path(value).stem if key == "config" else value.replace("/", "_")
         configs.append(_absolute(replace(config, run_dir=f"{config.run_dir}/{key.rpartition('.')[2]}-{name}")))
+    if len({config.run_dir for config in configs}) < len(configs):
+        raise InputError(
+            f"--array is {request.array!r}: two values would share a run folder, give the files other names"
+        )
     return configs
 
 
@@ -132,11 +136,15 @@ def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
         raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
     run_dir = Path(config.run_dir)
     job_id = read_run(run_dir).job_id
-    job = find_jobs([job_id]).get(job_id) if job_id else None
-    if job and job.state in ACTIVE:
-        raise InputError(f"{run_dir} is already {job.state} as SLURM job {job_id}: `wmse stop {run_dir}` ends it")
+    job = find_job(job_id)
+    if job and job.is_active:
+        raise InputError(
+            f"SLURM job {job_id} ({job.state}) has this run, {run_dir}: `wmse stop {run_dir}` ends it. One folder takes one job"
+        )
     if not request.data_on_nodes:
         num_images = len(open_index(Path(config.data.root), config.data.train_split, progress=True))
+        if request.with_evaluator:
+            open_index(Path(config.data.root), config.data.test_split, progress=True)
     elif config.data.expected_images:
         num_images = config.data.expected_images
     else:
@@ -158,7 +166,7 @@ def _nodes_line(config: Config, nodes: int, ranks_per_node: int) -> str:
     per_rank = config.data.images_per_step // used
     parts = micro_batches(config, per_rank)
     idle = (
-        f" ({available - used} of {available} idle: the global batch does not divide over all)"
+        f" ({available - used} of {available} idle: the global batch can't be divided evenly among all)"
         if used < available
         else ""
     )
@@ -169,7 +177,7 @@ def _nodes_line(config: Config, nodes: int, ranks_per_node: int) -> str:
 
 
 def _start_here(configs: list[Config], request: Request, *, dry_run: bool) -> int:
-    """Run one config after the other on this machine; the first exit code that is not 0 ends the row."""
+    """Run one config after the other on this machine; the first exit code that is not 0 stops the sequence."""
     for config in configs:
         if dry_run:
             print(f"would start {request.ranks_per_node} rank(s) for {config.run_dir}")
@@ -177,7 +185,9 @@ def _start_here(configs: list[Config], request: Request, *, dry_run: bool) -> in
         run_dir = open_run_folder(config.run_dir)
         words = ["pretrain", "--config", str(save_settings(config, run_dir))]
         _write_record(run_dir, {"cluster": "local", "job_id": None, "command": words}, request)
-        code = run_local(words, request.ranks_per_node, run_dir if request.with_evaluator else None)
+        code = run_local(words, request.ranks_per_node)
+        if code == DONE and request.with_evaluator:
+            code = run_local(["evaluate", "--follow", str(run_dir)], ranks=1)  # after it: the ranks have all GPUs
         if code:
             return code
     return DONE
@@ -207,25 +217,23 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
     for config in configs:  # before submitting: the job may start, and write its own state, at once
         mark_run(Path(config.run_dir), "queued")
+    parameters = _parameters(configs, nodes, request, code)
+    _evaluator_parameters(folder, "JOB", request, code)  # a mistake in it is found before anything is submitted
     try:
-        ids = submit(folder / "slurm", _parameters(configs, nodes, request, code), commands)
-    except InputError:
+        ids = submit(folder / "slurm", parameters, commands)
+    except BaseException:
         for config, state in zip(configs, before, strict=True):
             write_text(Path(config.run_dir) / "state.json", json.dumps(state or {"status": "failed"}) + "\n")
         raise
     for config, job_id, command in zip(configs, ids, commands, strict=True):
-        run_dir = Path(config.run_dir)
-        evaluator = _submit_evaluator(run_dir, job_id, request, code) if request.with_evaluator else None
-        record = {
-            "cluster": "slurm",
-            "job_id": job_id,
-            "evaluator_job_id": evaluator,
-            "command": command,
-            "code": str(code),
-        }
-        _write_record(run_dir, record, request)
-        print(f"submitted job {job_id}: {run_dir}" + (f", evaluator {evaluator}" if evaluator else ""))
-    print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows how they get on")
+        record = {"cluster": "slurm", "job_id": job_id, "command": command, "code": str(code)}
+        _write_record(Path(config.run_dir), record, request)
+        print(f"submitted job {job_id}: {config.run_dir}")
+        if request.with_evaluator:
+            record["evaluator_job_id"] = _submit_evaluator(Path(config.run_dir), job_id, request, code)
+            _write_record(Path(config.run_dir), record, request)
+            print(f"submitted job {record['evaluator_job_id']}: its evaluator")
+    print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows their progress")
 
 
 def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) -> str:
@@ -235,8 +243,16 @@ def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) 
 
 def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Path) -> dict[str, Any]:
     """A job of one task that begins when the run's job has begun."""
-    one_gpu = replace(request.site, gpus_per_node=min(1, request.site.gpus_per_node), nodelist="", exclusive=False)
-    site = replace(evaluator_site(one_gpu), dependency=f"after:{job_id}")
+    # what is meant for whole nodes is not for a job of one GPU
+    small = replace(
+        request.site,
+        gpus_per_node=min(1, request.site.gpus_per_node),
+        memory="",
+        nodelist="",
+        exclusive=False,
+        sbatch={},
+    )
+    site = replace(evaluator_site(small), dependency=f"after:{job_id}")
     return job_parameters(
         site,
         name=f"{run_dir.name}-evaluator",

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 
 from trainer.errors import DONE, PREEMPTED
@@ -19,29 +18,21 @@ _END_SECONDS = 60.0  # from the first rank that fails to the end of the others: 
 _PR_SET_PDEATHSIG = 1
 
 
-def run_local(words: Sequence[str], ranks: int, follow: Path | None) -> int:
-    """Run `wmse WORDS` in `ranks` processes until all have ended; returns the exit code of the first that failed, else 0.
-
-    follow: run folder that an evaluator follows beside the ranks, and which is waited for; None: no evaluator.
-    """
+def run_local(words: Sequence[str], ranks: int) -> int:
+    """Run `wmse WORDS` in `ranks` processes until all have ended; returns the exit code of the first that failed, else 0."""
     launch = f"{os.getpid()}.{time.time_ns()}"
     processes = [_start(words, _environment(rank, ranks, launch)) for rank in range(ranks)]
-    evaluator = _start(["evaluate", "--follow", str(follow)], dict(os.environ)) if follow else None
-    everyone = [*processes, *([evaluator] if evaluator else [])]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in everyone:
+        for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
     try:
-        code = _wait(processes)
-        if evaluator and code == DONE:
-            code = evaluator.wait()
-        return code
+        return _wait(processes)
     finally:
-        for process in everyone:
+        for process in processes:
             process.kill()
             process.wait()
         for number, old in before.items():

@@ -38,6 +38,7 @@ def find_ranks(env: Mapping[str, str] | None = None) -> Ranks:
     that can't train: heterogeneous ones, and several tasks on one core.
     """
     env = os.environ if env is None else env
+    _refuse_components(env)
     if "RANK" in env or "WORLD_SIZE" in env:
         ranks = _of_torchrun(env)
     elif "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -74,13 +75,16 @@ def _of_torchrun(env: Mapping[str, str]) -> Ranks:
     return Ranks(rank, world_size, _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1))
 
 
-def _of_srun(env: Mapping[str, str]) -> Ranks:
+def _refuse_components(env: Mapping[str, str]) -> None:
     for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
         if _number(env, name, 1) > 1:
             raise InputError(
                 f"this is a heterogeneous SLURM job ({name} is {env[name]}): all ranks need the same kind of node; submit "
                 "one job without components (no ':' or '#SBATCH hetjob')"
             )
+
+
+def _of_srun(env: Mapping[str, str]) -> Ranks:
     if env.get("SLURM_OVERCOMMIT", "0") not in ("", "0"):
         raise InputError(
             "srun was called with --overcommit, so ranks would share cores: ask for a core or more per task"

@@ -32,7 +32,11 @@ _JOB_KEY = "job"
 _VERDICT_KEY = "verdict"
 _READERS_KEY = "readers"
 _READ_SECONDS = 5.0
+_BACKLOG = 1024
 _CONNECT_SECONDS = 2.0
+_STRANGE_ANSWERS = 3  # rank 0 may be slow to answer when hundreds of ranks come at once
+_RESOLVE_SECONDS = 15.0
+_MOST_PROBLEMS = 20  # lines of a message
 _SAY_SECONDS = 30.0  # a wait for other ranks is logged this often
 # settings that may differ between ranks: where a node keeps its copy of the data, and how many threads read it
 _MAY_DIFFER = ("host", "gpu", "data.root", "data.threads")
@@ -84,15 +88,20 @@ def _address(ranks: Ranks) -> tuple[str, list[int]]:
 
 
 def _listen(host: str, ports: list[int], ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
-    """Open the store on one address only: torch's own default is every address of the node."""
+    """Open the store at the first free port.
+
+    It listens on MASTER_ADDR alone if that is given, and on this node alone if there is no other. Between nodes it listens on
+    every address: which one the others reach is theirs to find out, since a node's own name often leads to 127.0.1.1 there.
+    """
+    named = bool(os.environ.get("MASTER_ADDR")) or host == "127.0.0.1"
     reason: Exception | None = None
     for port in ports:
         try:
-            family, address = _own_address(host)
-            listener = socket.create_server((address, port), family=family, backlog=1024)
+            listener = _listen_on(host, port) if named else _listen_everywhere(port)
         except OSError as error:
             reason = error
             continue
+        address = host if named else "127.0.0.1"
         # torch takes the descriptor over; "wait_for_workers" would block before a stranger can be told apart
         return dist.TCPStore(
             address, port, ranks.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -104,33 +113,29 @@ def _listen(host: str, ports: list[int], ranks: Ranks, timeout: timedelta) -> di
     )
 
 
-def _own_address(host: str) -> tuple[socket.AddressFamily, str]:
-    """The address that `host` stands for, on the node itself.
+def _listen_on(host: str, port: int) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=_BACKLOG)
 
-    Many systems map a node's own name to a loopback address, which other nodes can't reach. Then the address is taken that
-    this node uses to talk to the second node of the job."""
-    family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
-    loopback = str(address[0]).startswith("127.") or address[0] == "::1"
-    if loopback and "MASTER_ADDR" not in os.environ and nodes and len(expand_nodes(nodes)) > 1:
-        other = socket.getaddrinfo(expand_nodes(nodes)[1], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(other[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(other[4])  # sends nothing: it only picks the interface
-            return socket.AddressFamily(other[0]), str(probe.getsockname()[0])
-    return socket.AddressFamily(family), str(address[0])
+
+def _listen_everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
     """Try the ports in turn until one answers with this job's key."""
     end = time.monotonic() + timeout.total_seconds()
     say_at = time.monotonic() + _SAY_SECONDS
-    strangers: set[int] = set()
+    strange = dict.fromkeys(ports, 0)  # how often something there did not answer as a store does
+    _resolve(host)
     while True:
-        for port in [port for port in ports if port not in strangers]:
+        for port in [port for port in ports if strange[port] < _STRANGE_ANSWERS]:
             try:
                 found = _ask(host, port, ranks.world_size)
             except TimeoutError:
-                strangers.add(port)
+                strange[port] += 1
                 continue
             if found and found[1] == job:
                 found[0].set_timeout(timeout)
@@ -140,7 +145,7 @@ def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timed
                     f"rank {ranks.rank}: another job ({found[1] or 'started by hand'}) listens on MASTER_ADDR {host}, "
                     f"MASTER_PORT {port}: give each job on a node its own MASTER_PORT"
                 )
-        if strangers.issuperset(ports):
+        if min(strange.values()) >= _STRANGE_ANSWERS:
             raise InputError(
                 f"rank {ranks.rank}: what listens on {host}, port {', '.join(map(str, ports))}, is not rank 0 of this job: set "
                 "MASTER_PORT to a free port"
@@ -153,6 +158,22 @@ def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timed
             say_at += _SAY_SECONDS
             _log.warning("still waiting for rank 0 at %s, port %d", host, ports[0])
         time.sleep(0.2)
+
+
+def _resolve(host: str) -> None:
+    """Raises InputError if the name of rank 0's node leads nowhere, as seen from this node."""
+    end = time.monotonic() + _RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise InputError(
+                    f"{socket.gethostname()} can't resolve {host}, the node of rank 0 ({error}): set MASTER_ADDR to a name or "
+                    "address that all nodes can reach"
+                ) from error
+        time.sleep(1.0)
 
 
 def _ask(host: str, port: int, world_size: int) -> tuple[dist.TCPStore, str] | None:
@@ -232,6 +253,11 @@ def _wait_until_read(store: dist.Store, ranks: Ranks) -> None:
 def _check_same(all_facts: list[dict[str, Any]]) -> None:
     """Raises InputError naming each rank and fact that differs from rank 0's."""
     own = all_facts[0]
+    broken = [
+        f"rank {r} on {facts['host']}: {facts['problem']}" for r, facts in enumerate(all_facts) if facts.get("problem")
+    ]
+    if broken:
+        raise InputError("\n".join(broken[:_MOST_PROBLEMS]))
     problems: list[str] = []
     for rank, facts in enumerate(all_facts):
         for name in sorted(own.keys() | facts.keys()):
@@ -242,7 +268,7 @@ def _check_same(all_facts: list[dict[str, Any]]) -> None:
                 )
     problems += _shared_devices(all_facts)
     if problems:
-        listed = "\n".join(f"  - {line}" for line in problems[:20])
+        listed = "\n".join(f"  - {line}" for line in problems[:_MOST_PROBLEMS])
         raise InputError(f"the ranks of this job do not belong together:\n{listed}\nStart all of them by one command")
 
 

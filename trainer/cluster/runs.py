@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from trainer.cluster.jobs import Job
 from trainer.errors import InputError
 
 FINAL = ("done", "paused", "stopped", "failed")  # a run in one of these goes on only if somebody starts it again
@@ -40,6 +41,12 @@ class RunFiles:
         """The SLURM job that runs it, or last did."""
         job = self.state.get("job")
         return (text(job, "id") if isinstance(job, dict) else None) or text(self.launch, "job_id")
+
+    def is_over(self, job: Job | None) -> bool:
+        """Whether the run goes on only if somebody starts it again. job: what SLURM says of its job.
+
+        A run that failed because it lost a node is not over: SLURM requeues its job."""
+        return self.status in FINAL and not (self.status == "failed" and job is not None and job.is_active)
 
 
 def read_run(run_dir: Path) -> RunFiles:

@@ -1,4 +1,4 @@
-"""What a cluster is asked for: a YAML file per site (slurm/cluster.yaml is an example), and the same on the command line."""
+"""What to request from a cluster: a YAML file per site (slurm/cluster.yaml is an example), and the same on the command line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SITE_KEYS = tuple(f.name for f in dataclasses.fields(Site))
 def load_site(path: Path | None, words: Sequence[str]) -> Site:
     """The options of a YAML file, then `words` (--option value) over them.
 
-    Raises InputError for an option that there is not, naming the nearest one, or a value of the wrong type."""
+    Raises InputError for an unknown option, suggesting the closest, or for a value of the wrong type."""
     from trainer.config_load import read_yaml
 
     values: dict[str, Any] = read_yaml(path) if path else {}
@@ -90,7 +90,7 @@ def evaluator_site(site: Site) -> Site:
 
 
 def split_site_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Command-line words parted into those of a Site and the others; --key value and --key=value both stay together."""
+    """Split command-line words into site options and the rest; --key value and --key=value both stay together."""
     site: list[str] = []
     others: list[str] = []
     into = others

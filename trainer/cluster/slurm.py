@@ -17,17 +17,20 @@ from submitit.slurm.slurm import _make_sbatch_string
 from trainer.cluster.nodes import parse_minutes
 from trainer.cluster.site import Site
 from trainer.cluster.task import WmseTask
-from trainer.errors import PREEMPTED, InputError
+from trainer.errors import InputError
 
 # seconds until srun ends the other ranks after one has ended: as long as timeout_minutes, so that rank 0 can finish its save
 _WAIT_SECONDS = 600
-# the batch script's last lines; the sbatch scripts in slurm/ end in the same way
-_REQUEUE = (
-    "code=$?",
-    f"# {PREEMPTED}: the run saved a checkpoint because a signal came, and wants to go on",
-    f'if [ "$code" -eq {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID" && sleep 60; fi',
-    'exit "$code"',
-)
+# The batch script's last lines; the sbatch scripts in slurm/ end in the same way.
+_REQUEUE = """\
+code=$?
+# 75: saved, and wants to go on. The others: USR1, USR2 or TERM came before Python listened to signals.
+case "$code" in 75|138|140|143)
+    id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    for attempt in 1 2 3; do scontrol requeue "${id:-$SLURM_JOB_ID}" && sleep 60; sleep 10; done ;;
+esac
+exit "$code"
+"""
 
 
 def job_parameters(
@@ -41,7 +44,11 @@ def job_parameters(
     more = {"requeue": True, "exclusive": site.exclusive or None, "mem": site.memory or None, **site.sbatch}
     if least != most:
         more["nodes"] = f"{least}-{most}"
-    # srun takes neither the number of cores nor these limits from sbatch
+        # some versions fill in the number of tasks of the smallest number of nodes
+        tasks = [f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks_per_node}))"]
+    else:
+        tasks = []
+    # srun does not inherit --cpus-per-task from sbatch; a rank that fails must not kill one that is still saving
     srun = [f"--wait={_WAIT_SECONDS}", "--kill-on-bad-exit=0"]
     srun += [f"--cpus-per-task={site.cpus_per_task}"] if site.cpus_per_task else []
     environment = {"WMSE_COMMIT": commit, **site.environment}
@@ -55,8 +62,8 @@ def job_parameters(
         "gpus_per_node": site.gpus_per_node or None,
         "cpus_per_task": site.cpus_per_task or None,
         **{key: getattr(site, key) for key in _SAME_NAMES},
-        "setup": [*site.setup, *exports, *_use_code(code)],
-        "teardown": list(_REQUEUE),
+        "setup": [*site.setup, *exports, *tasks, *_use_code(code)],
+        "teardown": _REQUEUE.splitlines(),
         "srun_args": [*srun, *site.srun],
         "stderr_to_stdout": True,
         "additional_parameters": {key: value for key, value in more.items() if value is not None},

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cluster import runs
-from trainer.cluster.jobs import ACTIVE, Job, find_jobs
+from trainer.cluster.jobs import Job, find_jobs
 from trainer.cluster.runs import RunFiles, read_run
 from trainer.data.printable import printable
 
@@ -90,6 +90,10 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
     status = files.status
     if status is None:
         return "unreadable" if files.problems else "unknown"
+    if status == "failed" and job and job.state == "PENDING":
+        return "requeued"
+    if status in ("queued", "preempted") and job and not job.is_active:
+        return f"{status} (job {job.state})"
     if status not in ("starting", "running"):
         return status
     if age is None:
@@ -97,7 +101,7 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
     if age <= LOST_SECONDS:
         return status
     silent = f"(no heartbeat for {age / 60:.0f} min)"
-    if job is None or job.state not in ACTIVE:
+    if job is None or not job.is_active:
         return f"lost {silent}"
     # a dead node writes no last word: its job waits in the queue again while state.json still says running
     return "requeued" if job.state != "RUNNING" else f"hangs? {silent}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ class WmseTask:
     def __call__(self) -> None:
         from trainer.cli import main
 
+        logging.getLogger("submitit").propagate = False  # its lines belong to the job's output, not to the run's log
         code = main(self.words)
         if code:
             sys.exit(code)

@@ -95,7 +95,7 @@ class Evaluator:
             yield measure, _MEASURES[measure](train, test, self.place) | _about(name, train, test)
 
     def result_path(self, measure: str, name: str) -> Path:
-        """Where a result lies."""
+        """Path of a result."""
         return self._run_dir / "eval" / f"{measure}_{name}.json"
 
     def write(self, measure: str, name: str, result: dict[str, Any]) -> None:

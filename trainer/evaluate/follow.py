@@ -14,13 +14,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import list_checkpoints
-from trainer.cluster.jobs import ACTIVE, find_jobs
+from trainer.cluster.jobs import find_job
 from trainer.cluster.ranks import find_ranks
 from trainer.cluster.runs import FINAL, number, read_json, read_run
 from trainer.errors import InputError
 from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.report import FIGURES, print_table
-from trainer.run_folder import start_logging
+from trainer.run_folder import lock_run_folder, start_logging
 
 _SILENT_SECONDS = 1800.0  # without a heartbeat, and without a job that could be the reason: the run is over
 _TRIES = 3  # a network file system may show a new file incomplete for some seconds
@@ -40,7 +40,9 @@ def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], 
     evaluator = _wait_for_run(run_dir, settings, poll_seconds, watch)
     if evaluator is None:
         return
-    with _open_board(run_dir, evaluator) as board:
+    (run_dir / "eval").mkdir(exist_ok=True)
+    # two evaluators would delete each other's temporary files
+    with lock_run_folder(run_dir / "eval"), _open_board(run_dir, evaluator) as board:
         follower = _Follower(run_dir, evaluator, measures, board)
         while True:
             why_over = watch.why_over()  # first: what a run saved before it said so is in the list below
@@ -64,7 +66,7 @@ def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, w
         said = True
         time.sleep(poll_seconds)
     evaluator = Evaluator(run_dir, settings, find_ranks())
-    _log.info("following %s, a look every %g s", run_dir, poll_seconds)
+    _log.info("following %s, checking every %g s", run_dir, poll_seconds)
     return evaluator
 
 
@@ -152,15 +154,17 @@ class RunWatch:
         run = read_run(self._run_dir)
         if run.status is None:
             return None
-        if run.status in FINAL:
+        if run.is_over(find_job(run.job_id) if run.status == "failed" else None):
             return f"the run ended ({run.status})"
+        if run.status in FINAL:
+            return None
         beats = run.status in ("starting", "running")  # in a queue it has no heartbeat to show
         beat = number(run.state, "heartbeat") if beats else None
         last = max(self._began if beat is None else beat, self._job_seen)
         if time.time() - last <= _SILENT_SECONDS:
             return None
-        job = find_jobs([run.job_id]).get(run.job_id) if run.job_id else None
-        if job and job.state in ACTIVE:
+        job = find_job(run.job_id)
+        if job and job.is_active:
             self._job_seen = time.time()
             return None
         return f"the run said that it is {run.status}, but gave no sign of life for {(time.time() - last) / 60:.0f} min"
