@@ -46,6 +46,14 @@ def test_two_jobs_on_one_node_at_once(config: Path, nodes: list[str], unbroken: 
         assert_same_run(job.run_dir, unbroken.run_dir)
 
 
+def test_a_range_of_nodes(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
+    """The job gets both nodes, and trains as one that asked for two."""
+    job = launch(config, tmp_path / "run", nodes, "--nodes", "1-2")
+    job.wait_for("COMPLETED")
+    assert job.run_state()["world_size"] == 2
+    assert_same_run(job.run_dir, unbroken.run_dir)
+
+
 def test_only_the_preempted_task_of_an_array_is_requeued(config: Path, nodes: list[str], tmp_path: Path) -> None:
     """The two tasks fill a node."""
     array = tmp_path / "array"

@@ -23,6 +23,7 @@ from trainer.evaluate import features, follow
 from trainer.evaluate.follow import RunWatch, follow_run
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
+from trainer.run_folder import lock_run_folder
 from trainer.signals import StopRequest
 
 BOTH = ("linear", "knn")
@@ -240,6 +241,21 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def test_a_final_word_ends_it(status: str, tmp_path: Path) -> None:
     write_state(tmp_path, status)
     assert RunWatch(tmp_path).why_over() == f"the run ended ({status})"
+
+
+@pytest.mark.parametrize(("job_state", "over"), [("PENDING", False), ("COMPLETING", False), ("FAILED", True)])
+def test_a_run_that_failed_by_the_loss_of_a_node_is_over_only_if_its_job_is(
+    job_state: str, over: bool, tmp_path: Path, slurm: Slurm
+) -> None:
+    slurm(job_state)
+    write_state(tmp_path, "failed", job={"id": "5", "restarts": 0})
+    assert bool(RunWatch(tmp_path).why_over()) == over
+
+
+def test_only_one_evaluator_follows_a_run(run_dir: Path) -> None:
+    (run_dir / "eval").mkdir()
+    with lock_run_folder(run_dir / "eval"), pytest.raises(InputError, match="in use by another process"):
+        follow_run(run_dir, [], BOTH, POLL)
 
 
 def test_a_run_that_fails_before_its_settings_are_written_ends_it(

@@ -128,6 +128,22 @@ def test_a_run_that_said_its_last_word_is_not_lost(final: str, tmp_path: Path) -
     assert describe_runs([write_run(tmp_path, age=1e6, status=final)])[0]["state"] == final
 
 
+@pytest.mark.parametrize(
+    ("status", "job_state", "shown"),
+    [
+        ("failed", "PENDING", "requeued"),  # it lost a node
+        ("failed", "FAILED", "failed"),
+        ("queued", "FAILED", "queued (job FAILED)"),  # ended while it copied its data
+        ("preempted", "CANCELLED", "preempted (job CANCELLED)"),
+        ("preempted", "PENDING", "preempted"),
+    ],
+)
+def test_what_slurm_knows_better(status: str, job_state: str, shown: str, tmp_path: Path, slurm: Slurm) -> None:
+    slurm("5", job_state)
+    (row,) = describe_runs([write_run(tmp_path, status=status, job={"id": "5", "restarts": 0})])
+    assert (row["state"], row["status"]) == (shown, status)
+
+
 def test_runs_of_older_versions(tmp_path: Path) -> None:
     old = {"status": "running", "exit_code": None, "step": 4, "starts": 1, "time": "2025-01-01T00:00:00+0000"}
     (tmp_path / "state.json").write_text(json.dumps(old))
