@@ -84,6 +84,13 @@ class Job:
         options = ["--duplicates", "--allocations", "--noheader", "--parsable2", "--format=State", f"--jobs={self.id}"]
         return [line.split()[0] for line in command("sacct", *options).splitlines()]
 
+    def assert_history(self, states: list[str]) -> None:
+        """Each start of the job ended so. The accounting may be seconds behind the controller."""
+        deadline = time.monotonic() + 30
+        while self.history() != states and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert self.history() == states, self.report()
+
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
         """Look again and again; past the deadline the test fails and shows what there is to see."""
         deadline = time.monotonic() + seconds

@@ -26,4 +26,4 @@ def test_a_job_is_requeued_and_sacct_remembers(nodes: list[str], tmp_path: Path)
         f"start {s} of task {i} on {node}, GPUs 0,1" for s in (0, 1) for i, node in enumerate(nodes)
     ]
     assert job.restarts == 1
-    assert job.history() == ["REQUEUED", "COMPLETED"]
+    job.assert_history(["REQUEUED", "COMPLETED"])

@@ -23,7 +23,7 @@ def test_time_limit(config: Path, nodes: list[str], unbroken: Job, tmp_path: Pat
     job.wait_for_restarts(1)
     job.wait_for("COMPLETED")
     assert_same_run(job.run_dir, unbroken.run_dir)
-    assert job.history() == ["REQUEUED", "COMPLETED"]
+    job.assert_history(["REQUEUED", "COMPLETED"])
     assert job.run_state()["starts"] == 2
 
 
@@ -49,7 +49,7 @@ def test_three_restarts(config: Path, nodes: list[str], unbroken: Job, tmp_path:
     assert job.restarts == 3
     assert job.run_state()["starts"] == 4
     assert_same_run(job.run_dir, unbroken.run_dir)
-    assert job.history() == ["REQUEUED"] * 3 + ["COMPLETED"]  # the first by the job itself, within its time of grace
+    job.assert_history(["REQUEUED"] * 3 + ["COMPLETED"])  # the first by the job itself, within its time of grace
 
 
 def test_a_node_dies(cluster: Path, config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_node_dies(cluster: Path, config: Path, nodes: list[str], unbroken: Jo
         start_node(cluster, nodes[1])
     job.wait_for("COMPLETED")
     assert_same_run(job.run_dir, unbroken.run_dir)
-    assert job.history() == ["NODE_FAIL", "COMPLETED"]
+    job.assert_history(["NODE_FAIL", "COMPLETED"])
 
 
 def test_scancel_ends_it_for_good(cluster: Path, config: Path, nodes: list[str], tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_scancel_ends_it_for_good(cluster: Path, config: Path, nodes: list[str],
     assert (state["status"], state["exit_code"]) == ("preempted", 75)
     assert 5 <= state["checkpoint_step"] < STEPS
     assert (job.state, job.restarts) == ("CANCELLED", 0)
-    assert job.history() == ["CANCELLED"]
+    job.assert_history(["CANCELLED"])
 
 
 def test_wmse_stop(config: Path, nodes: list[str], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_two_nodes(unbroken: Job) -> None:
     assert (state["status"], state["exit_code"], state["step"]) == ("done", 0, STEPS)
     assert (state["world_size"], state["starts"]) == (2, 1)
     assert unbroken.restarts == 0
-    assert unbroken.history() == ["COMPLETED"]
+    unbroken.assert_history(["COMPLETED"])
     losses = [line["loss"] for line in metrics(unbroken.run_dir)]
     assert len(losses) == STEPS
     assert sum(losses[-10:]) < sum(losses[:10])
