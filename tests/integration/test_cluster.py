@@ -97,21 +97,6 @@ def test_a_requeued_job_that_was_asked_to_stop_saves_once_and_ends(
     assert state(tmp_path / "run") == ("paused", 0, step)
 
 
-def test_a_run_that_never_gets_on_is_not_requeued_for_ever(
-    words: Callable[..., Words], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each start is ended before its first step, as by a time limit shorter than the start."""
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    monkeypatch.setattr("trainer.loop.train", lambda run, stop, state: 75)
-    for restart in range(3):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
-        assert main([str(word) for word in words()]) == 75
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    assert main([str(word) for word in words()]) == 1
-    assert "3 starts in a row produced no checkpoint beyond step 0" in capsys.readouterr().err
-    assert state(tmp_path / "run") == ("failed", 1, 0)
-
-
 def test_a_signal_ends_a_run_whose_files_hang(
     words: Callable[..., Words], begin: Callable[..., list[Started]], tmp_path: Path
 ) -> None:
