@@ -187,3 +187,14 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?\.\d+[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+
+
+def _construct_number(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """A number as written; YAML 1.1 would read 24:00:00 as a number in base 60."""
+    if ":" in node.value:
+        return node.value
+    return loader.construct_yaml_float(node) if node.tag.endswith("float") else loader.construct_yaml_int(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct_number)

@@ -45,10 +45,12 @@ def rows_together(config: Config) -> int:
 def micro_batches(config: Config, images_per_rank: int) -> int:
     """Parts of a rank's images that go through the model one after the other, each of whole slices.
 
-    Raises InputError if the images do not divide into so many, or into none small enough for images_per_micro_batch."""
+    Raises InputError if the images can't be divided into accumulation_steps parts, or into parts that are small enough for
+    images_per_micro_batch."""
     unit = rows_together(config)
     most = config.optimizer.images_per_micro_batch
     if most and images_per_rank > most:
+        # the smallest number of equal parts that hold whole slices and fit the limit
         counts = range(2, images_per_rank // unit + 1)
         fitting = (n for n in counts if images_per_rank % (n * unit) == 0 and images_per_rank <= n * most)
         found = next(fitting, 0)
@@ -68,7 +70,7 @@ def micro_batches(config: Config, images_per_rank: int) -> int:
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """Raises InputError if so many ranks can't share a step."""
+    """Raises InputError if this number of ranks can't share a step."""
     together = rows_together(config)
     count = own_rows(Ranks(0, world_size), config.data.images_per_step, together).count
     slice_group_size(count, world_size, together)

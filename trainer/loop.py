@@ -54,7 +54,7 @@ def pretrain(config: Config, stop: StopRequest) -> int:
         state = RunState(run_dir, ranks)
 
         def open_folder() -> None:
-            """Take the run folder, once all ranks are there and before any of them goes on."""
+            """Take the run folder, once all ranks are there and before any of them continues."""
             stack.enter_context(lock_run_folder(run_dir, wait_seconds=_LOCK_SECONDS if ranks.restarts else 0.0))
             start_logging(run_dir, ranks.rank)
             state.start(config.max_idle_restarts)

@@ -22,6 +22,7 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
     parts = micro_batches(config, per_rank)
     in_parts = f", {parts} micro-batches of {per_rank // parts} images one after the other" if parts > 1 else ""
     steps_per_epoch = num_images // images
+    # names for what the sentences below mention several times
     s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views
     slices = images // loss.slice_size * views * loss.iterations
     rule = f" = {o.learning_rate:g} x sqrt({images})" if o.learning_rate_rule == "sqrt" else ""

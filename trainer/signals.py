@@ -89,7 +89,7 @@ class StopRequest:
             aside(
                 lambda: _log.error(
                     "no answer %.0f s after the signal (stop_timeout_seconds): the run hangs and ends without another "
-                    "checkpoint; the same command goes on from the last one",
+                    "checkpoint; the same command continues from the last one",
                     self._seconds,
                 )
             )

@@ -17,6 +17,14 @@ def test_the_example_is_read() -> None:
     assert (evaluator.time, evaluator.memory, evaluator.partition) == ("12:00:00", "64G", "gpu")
 
 
+def test_times_need_no_quotes(tmp_path: Path) -> None:
+    """YAML 1.1 reads 24:00:00 as 86,400."""
+    path = tmp_path / "site.yaml"
+    path.write_text("time: 24:00:00\nevaluator: {time: 1:30:00}\n")
+    site = load_site(path, [])
+    assert (site.time, evaluator_site(site).time) == ("24:00:00", "1:30:00")
+
+
 def test_the_command_line_comes_last(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text("partition: a\ncpus_per_task: 4\ntime: 90\n")

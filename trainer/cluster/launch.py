@@ -105,7 +105,7 @@ def _configs(request: Request) -> list[Config]:
 
 
 def _absolute(config: Config) -> Config:
-    """The same settings with paths that hold in any working directory."""
+    """Make the paths absolute: the job starts in another working directory."""
 
     def full(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else path
@@ -115,15 +115,15 @@ def _absolute(config: Config) -> Config:
 
 
 def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -> Config:
-    """Settings with which the run trains on any number of nodes of the range: the same global batch, and micro-batches as large
-    as on the largest number of nodes."""
+    """Adapt the settings so that the run trains on any number of nodes in the range: the global batch stays, and a rank puts as
+    many images through the model at once as on the largest number of nodes, so that the memory suffices."""
     least, most = nodes
     if least == most:
         return config
     config = replace(config, allow_idle_ranks=True)
     if config.optimizer.images_per_micro_batch == 0:
         per_rank = config.data.images_per_step // usable_ranks(config, most * ranks_per_node)
-        # a rank of the largest number of nodes may hold less than a slice; a micro-batch of fewer ranks can not
+        # on many nodes a rank may hold a part of a slice; a micro-batch, which fewer nodes need, holds whole slices
         largest = max(per_rank // micro_batches(config, per_rank), rows_together(config))
         optimizer = replace(config.optimizer, images_per_micro_batch=largest, accumulation_steps=1)
         config = replace(config, optimizer=optimizer)
@@ -131,7 +131,7 @@ def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -
 
 
 def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
-    """Raises InputError if the run can't train. Prints what it will do."""
+    """Print what the run will do. Raises InputError if it can't train."""
     if not config.run_dir.rpartition("/")[2]:
         raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
     run_dir = Path(config.run_dir)
@@ -160,7 +160,7 @@ def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
 
 
 def _nodes_line(config: Config, nodes: int, ranks_per_node: int) -> str:
-    """How a step is spread if the job gets so many nodes of its range."""
+    """How a step is spread over this number of nodes."""
     available = nodes * ranks_per_node
     used = usable_ranks(config, available)
     per_rank = config.data.images_per_step // used
@@ -194,7 +194,7 @@ def _start_here(configs: list[Config], request: Request, *, dry_run: bool) -> in
 
 
 def _common_folder(configs: list[Config]) -> Path:
-    """Where code, submitit's files and the jobs' output go: the run folder, or the array's."""
+    """The folder for code, submitit's files and the jobs' output: that of the run, or of the array."""
     return Path(configs[0].run_dir) if len(configs) == 1 else Path(configs[0].run_dir).parent
 
 
@@ -215,10 +215,12 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
     code = take_snapshot(folder / "code")
     commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
-    for config in configs:  # before submitting: the job may start, and write its own state, at once
+    # before submitting, since the job may start at once and write its own state
+    for config in configs:
         mark_run(Path(config.run_dir), "queued")
     parameters = _parameters(configs, nodes, request, code)
-    _evaluator_parameters(folder, "JOB", request, code)  # a mistake in it is found before anything is submitted
+    # look for mistakes in the evaluator's options before anything is submitted
+    _evaluator_parameters(folder, "JOB", request, code)
     try:
         ids = submit(folder / "slurm", parameters, commands)
     except BaseException:
@@ -226,6 +228,7 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
             write_text(Path(config.run_dir) / "state.json", json.dumps(state or {"status": "failed"}) + "\n")
         raise
     for config, job_id, command in zip(configs, ids, commands, strict=True):
+        # the record comes first: if the evaluator can't be submitted, the run's job is still known
         record = {"cluster": "slurm", "job_id": job_id, "command": command, "code": str(code)}
         _write_record(Path(config.run_dir), record, request)
         print(f"submitted job {job_id}: {config.run_dir}")
@@ -243,7 +246,7 @@ def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) 
 
 def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Path) -> dict[str, Any]:
     """A job of one task that begins when the run's job has begun."""
-    # what is meant for whole nodes is not for a job of one GPU
+    # leave out what asks for whole nodes: this job needs one GPU
     small = replace(
         request.site,
         gpus_per_node=min(1, request.site.gpus_per_node),
@@ -264,7 +267,7 @@ def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Pa
 
 
 def _write_record(run_dir: Path, record: dict[str, Any], request: Request) -> None:
-    """launch.json: what was submitted, for `wmse status` and `wmse stop`."""
+    """Write launch.json, which tells `wmse status` and `wmse stop` what was submitted."""
     common = {
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": git_commit(),

@@ -16,7 +16,7 @@ import yaml
 from trainer.cluster.jobs import Job
 from trainer.errors import InputError
 
-FINAL = ("done", "paused", "stopped", "failed")  # a run in one of these goes on only if somebody starts it again
+FINAL = ("done", "paused", "stopped", "failed")  # continues only if somebody starts it again
 _MARKS = ("config.yaml", "state.json")  # files that make a folder a run's
 _RESULT = re.compile(r"(linear|knn)_(\d+)\.json")
 
@@ -43,7 +43,7 @@ class RunFiles:
         return (text(job, "id") if isinstance(job, dict) else None) or text(self.launch, "job_id")
 
     def is_over(self, job: Job | None) -> bool:
-        """Whether the run goes on only if somebody starts it again. job: what SLURM says of its job.
+        """Whether the run continues only if somebody starts it again. job: what SLURM says of its job.
 
         A run that failed because it lost a node is not over: SLURM requeues its job."""
         return self.status in FINAL and not (self.status == "failed" and job is not None and job.is_active)
