@@ -37,6 +37,9 @@ def main(words: Words | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return FAILED
     except KeyboardInterrupt:
         print("stopped at once", file=sys.stderr)
         return INTERRUPTED
@@ -138,14 +141,16 @@ def launch(words: Words) -> int:
 def stop(words: Words) -> int:
     """Save a checkpoint and stop a run for good, running or queued; it is not requeued."""
     parser = _parser(stop)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, or of an array's runs")
     parser.add_argument(
         "--wait_seconds", type=float, default=120.0, metavar="S", help="how long to wait until it has (default 120)"
     )
     own = parser.parse_args(words)
+    from trainer.cluster.runs import find_runs
     from trainer.cluster.stop import stop_run
 
-    print(stop_run(own.run_dir, own.wait_seconds))
+    for run_dir in find_runs([own.run_dir]):
+        print(stop_run(run_dir, own.wait_seconds), flush=True)
     return DONE
 
 

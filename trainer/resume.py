@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import load_newest, plain_names
-from trainer.config import Config, flatten
+from trainer.config_changes import changed_settings, plain_settings
 from trainer.data.bad_images import drop_quarantine_after
 from trainer.data.plan import PLAN_VERSION
 from trainer.distributed import agree
@@ -23,16 +23,6 @@ _log = logging.getLogger(__name__)
 _LOOKS = 20
 _LOOK_SECONDS = 5.0  # the directory cache of NFS holds for up to a minute
 
-# settings that may change between restarts without changing what is learnt
-_FREE = ("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes",
-         "stop_timeout_seconds", "max_idle_restarts", "allow_idle_ranks", "compile", "cuda_graphs",
-         "data.root",
-         "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
-         "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint",
-         "data.max_bad_share",
-         "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",
-         "checkpoint.", "log.", "evaluate.")  # fmt: skip
-
 
 def save(run: Run, saver: Saver, step: int, sums: LossSums) -> None:
     """Have the checkpoint after `step` updates written. Every rank calls this; the first one writes."""
@@ -43,7 +33,7 @@ def save(run: Run, saver: Saver, step: int, sums: LossSums) -> None:
         "step": step,
         "model": plain_names(run.model.state_dict()),
         "optimizer": run.optimizer.state_dict(),
-        "config": _settings(run.config),
+        "config": plain_settings(run.config),
         "plan_version": PLAN_VERSION,
         "data": {"fingerprint": run.index.fingerprint, "images": len(run.index)},
         "world_size": run.ranks.world_size,
@@ -113,19 +103,8 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
     return int(content["step"])
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """All settings by dotted name, as a checkpoint holds them: a safe load gives lists, not tuples."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}
-
-
 def _check_same(run: Run, content: dict[str, Any]) -> None:
-    now = _settings(run.config)
-    then = {**_settings(Config()), **content["config"]}  # a setting that is newer than the checkpoint had its default
-    changed = [
-        f"{key}: {then[key]} -> {value}"
-        for key, value in now.items()
-        if value != then[key] and not key.startswith(_FREE)
-    ]
+    changed = changed_settings(run.config, content["config"])
     if content["plan_version"] != PLAN_VERSION:
         changed.append(f"plan version: {content['plan_version']} -> {PLAN_VERSION} (other augmentations)")
     if content["data"]["fingerprint"] != run.index.fingerprint:

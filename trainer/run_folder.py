@@ -28,8 +28,9 @@ def open_run_folder(run_dir: str) -> Path:
     path = Path(run_dir)
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"can't make the run folder {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"can't make the run folder {str(path)!r}: {reason}") from error
     return path
 
 

@@ -25,6 +25,7 @@ from trainer.files import write_text
 from trainer.signals import STOP, StopRequest
 
 _log = logging.getLogger(__name__)
+_MESSAGE_LENGTH = 500
 _BEAT_SECONDS = 15.0
 _LOOK_SECONDS = 2.0  # `wmse stop` is noticed this fast
 _SILENT_SECONDS = 900.0  # longer than timeout_minutes, which ends the other ranks
@@ -80,13 +81,20 @@ class RunState:
             job={"id": self._ranks.job_id, "restarts": self._ranks.restarts} if self._ranks.job_id else None,
         )
         if _stopped_job(self._run_dir) != self._ranks.job_id or not self._ranks.job_id:
-            stop_file(self._run_dir).unlink(missing_ok=True)  # it stopped an earlier job, or an earlier start by hand
+            self._forget_stop()  # it stopped an earlier job, or an earlier start by hand
         if idle_starts >= max_idle_restarts:
             raise TrainingFailedError(
                 f"{idle_starts} starts in a row produced no checkpoint beyond step {step}, so this job is not requeued: see "
                 f"{self._run_dir / 'log.txt'} for what ended them. Give the job more time or the run more frequent checkpoints "
                 "(checkpoint.every_minutes), and submit it again"
             )
+
+    def _forget_stop(self) -> None:
+        path = stop_file(self._run_dir)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"can't remove {path}, which asks the run to stop: {error.strerror}. Remove it") from error
 
     def note(self, **fields: Any) -> None:
         """Change fields without writing them; the next heartbeat does."""
@@ -126,7 +134,7 @@ class RunState:
         """Write that an error ends the run, unless this rank never came to hold the folder."""
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
         if self._fields:
-            message = str(error).partition("\n")[0] or type(error).__name__
+            message = "; ".join(str(error).split("\n"))[:_MESSAGE_LENGTH] or type(error).__name__
             self.ended("failed", code, step=newest_step(self._run_dir), message=message)
 
     @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from trainer.cli import main
 from trainer.cluster.slurm import submit
-from trainer.config_load import load_config
+from trainer.config_load import load_config, save_config
 from trainer.errors import InputError
 
 Launch = Callable[..., int]
@@ -136,6 +138,10 @@ def test_an_array_over_configs(
         (["--array", "seed"], "--array is 'seed'"),
         (["--array", "seed=1,1"], "is listed twice"),
         (["--run_dir", ""], "run_dir is not set"),
+        (["--run_dir", "", "--array", "seed=1,2"], "run_dir is not set"),
+        (["--array", "run_dir=a,b"], "--array is 'run_dir=a,b'"),
+        (["--run_dir", "a%j"], "batch scripts take no %"),
+        (["--run_dir", str(ROOT / "trainer" / "x")], "is inside the program itself"),
         (["--partitoin", "low"], "unknown setting partitoin"),
         (["--site", "/no/site.yaml"], "no config file /no/site.yaml"),
         (["--data_on_nodes"], "set data.expected_images"),
@@ -189,6 +195,42 @@ def test_what_is_submitted_is_fixed_at_that_moment(
     assert len((tmp_path / "scripts").read_text().splitlines()) == 2
 
 
+def test_a_mistake_for_the_evaluator_changes_nothing(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "site.yaml").write_text("evaluator: {partitoin: x}\n")
+    run_dir = tmp_path / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    (run_dir / "state.json").write_text('{"status": "done"}')
+    assert launch("--site", str(tmp_path / "site.yaml"), dry_run=False) == 2
+    assert "unknown option partitoin" in capsys.readouterr().err
+    assert (run_dir / "state.json").read_text() == '{"status": "done"}'
+
+
+@pytest.mark.parametrize("folder", ["tiny.yaml/x", "n" * 300, "a\0b"])
+def test_a_run_folder_that_can_not_be_is_refused(
+    folder: str, launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("--run_dir", f"{tmp_path}/{folder}", dry_run=False) == 2
+    assert "run_dir is" in (text := capsys.readouterr().err) or "can't make the run folder" in text
+
+
+def test_a_run_that_runs_or_has_other_settings_is_refused_at_once(
+    launch: Launch, tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step_00000001.pt").touch()
+    save_config(load_config(tiny_config, []), run_dir / "config.yaml")
+    assert launch("--seed", "3", "--data.threads", "2") == 2
+    assert "holds a run with other settings:\n  - seed: 0 -> 3\n" in capsys.readouterr().err
+    assert launch("--seed", "3", "--allow_changes", "true") == 0
+    state = {"status": "running", "heartbeat": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    (run_dir / "state.json").write_text(json.dumps(state))
+    assert launch() == 2
+    assert f"process {os.getpid()} on {socket.gethostname()} has this run" in capsys.readouterr().err
+
+
 def test_a_micro_batch_of_fewer_nodes_holds_a_slice(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     """On the most nodes a rank holds half a slice, and neighbours whiten together; on one node that can't be."""
     assert launch("--nodes", "1-2", "--ranks_per_node", "1") == 0
@@ -222,7 +264,7 @@ def test_without_slurm_nothing_is_submitted_and_no_run_claims_to_be_queued(
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch(dry_run=False) == 2
     assert "srun was not found" in capsys.readouterr().err
-    state = json.loads((tmp_path / "runs" / "a" / "state.json").read_text())
-    assert state["status"] == "failed"
+    assert not (tmp_path / "runs" / "a" / "state.json").exists()
+    assert list((tmp_path / "runs" / "a" / "code").iterdir()) == []
     with pytest.raises(InputError, match="srun was not found"):
         submit(tmp_path, {}, [["pretrain"]])

@@ -41,6 +41,11 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
         ("environment: [A]", "give a mapping"),
         ("time: soon", "the time limit is 'soon'"),
         ("time: 2\nsignal_seconds: 60", "told to save right after its start"),
+        ("environment: {'A B': 1}", "'A B' is no name of a variable"),
+        ("environment: {A: null}", "give a mapping"),
+        ("sbatch: {nodes: 3}", "nodes is set by `wmse launch` itself"),
+        ("sbatch: {--comment: x}", "'--comment' is no option"),
+        ('partition: "a\\nb"', "takes one line without control characters"),
         ("partition: a\npartition: b", "stands twice"),
     ],
 )

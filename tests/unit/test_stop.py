@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,12 +65,34 @@ def test_a_running_job_is_not_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     assert not (tmp_path / "cancelled").exists()
 
 
-@pytest.mark.parametrize("state", ["COMPLETED", "NODE_FAIL", "CANCELLED"])
-def test_a_run_that_nothing_runs_any_more_is_said_at_once(state: str, slurm: Slurm, tmp_path: Path) -> None:
-    slurm(state)
-    write_run(tmp_path / "run", "running", silent_seconds=600)
-    with pytest.raises(InputError, match=r"no process is running .*last heartbeat was 10 minutes ago"):
-        stop_run(tmp_path / "run", 60)
+@pytest.mark.parametrize(
+    ("status", "job_state"), [("running", "NODE_FAIL"), ("running", "COMPLETED"), ("preempted", "CANCELLED")]
+)
+def test_a_run_that_nothing_runs_any_more_gets_its_last_word(
+    status: str, job_state: str, slurm: Slurm, tmp_path: Path
+) -> None:
+    slurm(job_state)
+    write_run(tmp_path / "run", status, silent_seconds=600)
+    assert "no process was running it any more; it is marked as stopped, after step 5" in stop_run(tmp_path / "run", 60)
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["status"] == "stopped"
+
+
+def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "running", job=None, host=socket.gethostname(), pid=2**22 + 1)
+    assert "no process was running it" in stop_run(tmp_path / "run", 60)
+
+
+@pytest.mark.parametrize("odd", ["pipe", "folder"])
+def test_odd_files_are_refused_in_words(odd: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    write_run(run_dir, "running", job=None)
+    if odd == "pipe":
+        (run_dir / "state.json").unlink()
+        os.mkfifo(run_dir / "state.json")
+    else:
+        (run_dir / "stop").mkdir()
+    with pytest.raises(InputError, match=r"state\.json is not a file|can't write .*stop"):
+        stop_run(run_dir, 5)
 
 
 def test_a_run_that_failed_because_it_lost_a_node_waits_in_the_queue_again(slurm: Slurm, tmp_path: Path) -> None:

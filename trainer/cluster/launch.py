@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint_files import newest_step
 from trainer.cluster.jobs import find_job
 from trainer.cluster.local import run_local
 from trainer.cluster.nodes import parse_node_count
-from trainer.cluster.runs import read_run
+from trainer.cluster.runs import LOST_SECONDS, number, read_run, text
 from trainer.cluster.site import Site, evaluator_site
 from trainer.cluster.slurm import batch_script, job_parameters, submit
-from trainer.cluster.snapshot import save_settings, take_snapshot
+from trainer.cluster.snapshot import PACKAGES, new_code_folder, save_settings, take_snapshot
 from trainer.commit import git_commit
 from trainer.config import Config
+from trainer.config_changes import changed_settings, plain_settings
 from trainer.config_load import KEYS, load_config
 from trainer.data.index import open_index
 from trainer.errors import DONE, InputError
@@ -82,7 +86,7 @@ def _configs(request: Request) -> list[Config]:
         return [_absolute(load_config(request.config, request.settings))]
     key, equals, listed = request.array.partition("=")
     values = [value for value in listed.split(",") if value]
-    if not equals or not values or (key != "config" and key not in KEYS):
+    if not equals or not values or (key != "config" and key not in KEYS) or (key == "run_dir"):
         raise InputError(
             f"--array is {request.array!r}: give a setting and its values, as seed=0,1,2, or config=a.yaml,b.yaml"
         )
@@ -96,7 +100,7 @@ def _configs(request: Request) -> list[Config]:
             else load_config(request.config, [*request.settings, f"--{key}={value}"])
         )
         name = Path(value).stem if key == "config" else value.replace("/", "_")
-        configs.append(_absolute(replace(config, run_dir=f"{config.run_dir}/{key.rpartition('.')[2]}-{name}")))
+        configs.append(_absolute(config, f"{key.rpartition('.')[2]}-{name}"))
     if len({config.run_dir for config in configs}) < len(configs):
         raise InputError(
             f"--array is {request.array!r}: two values would share a run folder, give the files other names"
@@ -104,14 +108,18 @@ def _configs(request: Request) -> list[Config]:
     return configs
 
 
-def _absolute(config: Config) -> Config:
-    """Make the paths absolute: the job starts in another working directory."""
+def _absolute(config: Config, name: str = "") -> Config:
+    """Make the paths absolute: the job starts in another working directory. name: of a folder below the run_dir."""
+    if not config.run_dir:
+        raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
 
     def full(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else path
 
     data = replace(config.data, root=full(config.data.root))
-    return replace(config, run_dir=full(config.run_dir), init_from=full(config.init_from), data=data)
+    return replace(
+        config, run_dir=full(os.path.join(config.run_dir, name)), init_from=full(config.init_from), data=data
+    )
 
 
 def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -> Config:
@@ -132,15 +140,13 @@ def _fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -
 
 def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
     """Print what the run will do. Raises InputError if it can't train."""
-    if not config.run_dir.rpartition("/")[2]:
-        raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
     run_dir = Path(config.run_dir)
-    job_id = read_run(run_dir).job_id
-    job = find_job(job_id)
-    if job and job.is_active:
-        raise InputError(
-            f"SLURM job {job_id} ({job.state}) has this run, {run_dir}: `wmse stop {run_dir}` ends it. One folder takes one job"
-        )
+    if not config.run_dir.isprintable() or "%" in config.run_dir:
+        raise InputError(f"run_dir is {config.run_dir!r}: batch scripts take no % and no control characters in names")
+    if any(run_dir.is_relative_to(package) for package in PACKAGES):
+        raise InputError(f"run_dir {run_dir} is inside the program itself: take a folder elsewhere")
+    if os.path.isdir(run_dir):
+        _check_folder(config, run_dir)
     if not request.data_on_nodes:
         num_images = len(open_index(Path(config.data.root), config.data.train_split, progress=True))
         if request.with_evaluator:
@@ -155,8 +161,39 @@ def _check(config: Config, nodes: tuple[int, int], request: Request) -> None:
         lines = plan_lines(config, num_images, most * request.ranks_per_node)
     else:
         lines = [_nodes_line(config, count, request.ranks_per_node) for count in range(least, most + 1)]
+        used = [usable_ranks(config, count * request.ranks_per_node) for count in range(least, most + 1)]
+        if len({batch_norm_images(config, ranks) for ranks in used}) > 1:
+            lines.append(
+                "BatchNorm differs between these numbers of nodes, and so will the results; the rest is the same"
+            )
+        lines.append(f"on {most} node(s):")
         lines += plan_lines(config, num_images, usable_ranks(config, most * request.ranks_per_node))
     print("\n".join(f"  {line}" for line in lines))
+
+
+def _check_folder(config: Config, run_dir: Path) -> None:
+    """Raises InputError if something runs there already, or if the run there has other settings."""
+    run = read_run(run_dir)
+    job = find_job(run.job_id)
+    silent = time.time() - (number(run.state, "heartbeat") or 0)
+    if job and job.is_active:
+        who = f"SLURM job {run.job_id} ({job.state})"
+    elif run.status in ("starting", "running") and silent < LOST_SECONDS and not run.process_is_gone:
+        who = f"process {run.state.get('pid')} on {run.state.get('host')}"
+    else:
+        who = ""
+    if who:
+        raise InputError(
+            f"{who} has this run, {run_dir}: `wmse stop {run_dir}` ends it. A folder takes one run at a time"
+        )
+    if newest_step(run_dir) and (run_dir / "config.yaml").exists() and not config.allow_changes:
+        changed = changed_settings(config, plain_settings(load_config(run_dir / "config.yaml", [])))
+        if changed:
+            listed = "\n".join(f"  - {line}" for line in changed)
+            raise InputError(
+                f"{run_dir} holds a run with other settings:\n{listed}\n"
+                "Use them again, take another --run_dir, or accept the change with --allow_changes true"
+            )
 
 
 def _nodes_line(config: Config, nodes: int, ranks_per_node: int) -> str:
@@ -182,12 +219,13 @@ def _start_here(configs: list[Config], request: Request, *, dry_run: bool) -> in
         if dry_run:
             print(f"would start {request.ranks_per_node} rank(s) for {config.run_dir}")
             continue
-        run_dir = open_run_folder(config.run_dir)
-        words = ["pretrain", "--config", str(save_settings(config, run_dir))]
-        _write_record(run_dir, {"cluster": "local", "job_id": None, "command": words}, request)
-        code = run_local(words, request.ranks_per_node)
+        open_run_folder(config.run_dir)
+        # not in the run folder: another launch into it, which will be refused, must not change what the ranks read
+        with tempfile.TemporaryDirectory(prefix="wmse_launch_") as folder:
+            words = ["pretrain", "--config", str(save_settings(config, Path(folder)))]
+            code = run_local(words, request.ranks_per_node)
         if code == DONE and request.with_evaluator:
-            code = run_local(["evaluate", "--follow", str(run_dir)], ranks=1)  # after it: the ranks have all GPUs
+            code = run_local(["evaluate", "--follow", config.run_dir], ranks=1)  # after it: the ranks have all GPUs
         if code:
             return code
     return DONE
@@ -212,31 +250,47 @@ def _parameters(configs: list[Config], nodes: tuple[int, int], request: Request,
 def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> None:
     """Snapshot the code, submit the runs as one job or array, and their evaluators."""
     folder = _common_folder(configs)
-    code = take_snapshot(folder / "code")
-    commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
+    code = new_code_folder(folder / "code")
+    # look for mistakes in all options before anything is written or submitted
+    parameters = _parameters(configs, nodes, request, code)
+    _evaluator_parameters(folder, "JOB", request, code)
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
+    followers = {config.run_dir: _active_evaluator(Path(config.run_dir)) for config in configs}
+    take_snapshot(code)
+    commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
     # before submitting, since the job may start at once and write its own state
     for config in configs:
         mark_run(Path(config.run_dir), "queued")
-    parameters = _parameters(configs, nodes, request, code)
-    # look for mistakes in the evaluator's options before anything is submitted
-    _evaluator_parameters(folder, "JOB", request, code)
     try:
         ids = submit(folder / "slurm", parameters, commands)
     except BaseException:
+        shutil.rmtree(code)
         for config, state in zip(configs, before, strict=True):
-            write_text(Path(config.run_dir) / "state.json", json.dumps(state or {"status": "failed"}) + "\n")
+            path = Path(config.run_dir) / "state.json"
+            if state:
+                write_text(path, json.dumps(state) + "\n")
+            else:
+                path.unlink()
         raise
     for config, job_id, command in zip(configs, ids, commands, strict=True):
         # the record comes first: if the evaluator can't be submitted, the run's job is still known
         record = {"cluster": "slurm", "job_id": job_id, "command": command, "code": str(code)}
         _write_record(Path(config.run_dir), record, request)
         print(f"submitted job {job_id}: {config.run_dir}")
-        if request.with_evaluator:
+        if request.with_evaluator and followers[config.run_dir]:
+            print(f"evaluator {followers[config.run_dir]} still follows it")
+        elif request.with_evaluator:
             record["evaluator_job_id"] = _submit_evaluator(Path(config.run_dir), job_id, request, code)
             _write_record(Path(config.run_dir), record, request)
             print(f"submitted job {record['evaluator_job_id']}: its evaluator")
     print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows their progress")
+
+
+def _active_evaluator(run_dir: Path) -> str:
+    """The job of the evaluator that an earlier launch submitted, empty if it is over."""
+    job_id = text(read_run(run_dir).launch, "evaluator_job_id")
+    job = find_job(job_id)
+    return job_id if job_id and job and job.is_active else ""
 
 
 def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) -> str:

@@ -7,6 +7,8 @@ import re
 
 from trainer.errors import InputError
 
+_MOST_NODES = 10_000
+_WIDEST_RANGE = 64  # each number in it is checked
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 
 
@@ -62,6 +64,8 @@ def parse_node_count(text: str) -> tuple[int, int]:
     most = int(match[2] or match[1]) if match else 0
     if not 1 <= least <= most:
         raise InputError(f"--nodes is {text!r}: give a number such as 4, or a range such as 4-8")
+    if most > _MOST_NODES or most - least > _WIDEST_RANGE:
+        raise InputError(f"--nodes is {text!r}: give at most {_MOST_NODES}, in a range of at most {_WIDEST_RANGE}")
     return least, most
 
 

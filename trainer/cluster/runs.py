@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import socket
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import yaml
 from trainer.cluster.jobs import Job
 from trainer.errors import InputError
 
+LOST_SECONDS = 120.0  # without a heartbeat, which comes every 15 s: the run is dead or hangs
 FINAL = ("done", "paused", "stopped", "failed")  # continues only if somebody starts it again
 _MARKS = ("config.yaml", "state.json")  # files that make a folder a run's
 _RESULT = re.compile(r"(linear|knn)_(\d+)\.json")
@@ -39,8 +42,18 @@ class RunFiles:
     @property
     def job_id(self) -> str | None:
         """The SLURM job that runs it, or last did."""
-        job = self.state.get("job")
-        return (text(job, "id") if isinstance(job, dict) else None) or text(self.launch, "job_id")
+        if "job" not in self.state:  # it has not started yet
+            return text(self.launch, "job_id")
+        job = self.state["job"]
+        return text(job, "id") if isinstance(job, dict) else None
+
+    @property
+    def process_is_gone(self) -> bool:
+        """Whether rank 0 ran on this machine and runs no more; False if it is another machine's."""
+        pid = whole(self.state, "pid")
+        if self.state.get("host") != socket.gethostname() or not pid or not os.path.isdir("/proc/self"):
+            return False
+        return not os.path.isdir(f"/proc/{pid}")
 
     def is_over(self, job: Job | None) -> bool:
         """Whether the run continues only if somebody starts it again. job: what SLURM says of its job.
@@ -60,6 +73,9 @@ def read_run(run_dir: Path) -> RunFiles:
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     """A small JSON object; empty where there is none. One that can't be read is empty too, and added to `problems`."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a named pipe would be waited for
+            problems.append(f"{path.name} is not a file")
+            return {}
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,10 @@ class Site:
 
 
 SITE_KEYS = tuple(f.name for f in dataclasses.fields(Site))
+
+
+_OWN_OPTIONS = ("array", "error", "job-name", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output",
+                "requeue", "signal", "time")  # fmt: skip
 
 
 def load_site(path: Path | None, words: Sequence[str]) -> Site:
@@ -123,6 +128,7 @@ def _build(values: list[tuple[str, str, Any]]) -> Site:
     for where, key, value in values:
         typed[key] = _convert(where, value, getattr(Site(), key))
     site = Site(**typed)
+    _check_names(site)
     minutes = parse_minutes(site.time)
     if minutes * 60 <= 2 * site.signal_seconds:
         raise InputError(
@@ -130,6 +136,22 @@ def _build(values: list[tuple[str, str, Any]]) -> Site:
             "right after its start; give more time or a smaller signal_seconds"
         )
     return site
+
+
+def _check_names(site: Site) -> None:
+    """Raises InputError for what would break the batch script, or undo what `wmse launch` has checked."""
+    for name in site.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise InputError(f"environment of the site: {name!r} is no name of a variable")
+    for name in site.sbatch:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise InputError(f"sbatch of the site: {name!r} is no option; give its long name without dashes in front")
+        if name in _OWN_OPTIONS:
+            raise InputError(f"sbatch of the site: {name} is set by `wmse launch` itself; leave it out")
+    texts = [getattr(site, f.name) for f in dataclasses.fields(Site)]
+    words = [*site.environment.values(), *site.sbatch.values(), *(text for text in texts if isinstance(text, str))]
+    if broken := [word for word in words if not word.isprintable()]:
+        raise InputError(f"the site has {broken[0]!r}: a batch script takes one line without control characters")
 
 
 def _convert(where: str, value: Any, default: Any) -> Any:
@@ -150,7 +172,7 @@ def _convert(where: str, value: Any, default: Any) -> Any:
         if isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in value):
             return tuple(value)
         raise InputError(f"{where} is {value!r}: give a list of lines")
-    if isinstance(value, dict) and not any(isinstance(item, (dict, list)) for item in value.values()):
+    if isinstance(value, dict) and all(isinstance(item, (str, int, float)) for item in value.values()):
         return {str(key): _plain(item) for key, item in value.items()}
     raise InputError(f"{where} is {value!r}: give a mapping such as {{NAME: value}}")
 

@@ -57,7 +57,8 @@ def job_parameters(
         "job_name": re.sub(r"[^\w.+-]", "_", name),
         "time": parse_minutes(site.time),
         "nodes": most,
-        "ntasks_per_node": tasks_per_node,
+        # with --ntasks-per-node=1 a range of nodes gets its smallest number (SLURM 22.05); one is the default
+        "ntasks_per_node": None if tasks_per_node == 1 and least != most else tasks_per_node,
         "signal_delay_s": site.signal_seconds,
         "gpus_per_node": site.gpus_per_node or None,
         "cpus_per_task": site.cpus_per_task or None,
@@ -114,5 +115,6 @@ def submit(folder: Path, parameters: dict[str, Any], commands: Sequence[Sequence
     try:
         jobs = executor.submit_array([WmseTask(command) for command in commands])
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-        raise InputError(f"sbatch refused the job: {str(error).strip()}") from error
+        said = str(error).strip().rpartition("\n")[2]
+        raise InputError(f"sbatch refused the job: {said}") from error
     return [job.job_id for job in jobs]

@@ -10,19 +10,19 @@ import trainer
 from trainer.config import Config
 from trainer.config_load import save_config
 
-_PACKAGES = ("trainer", "kernels")
+_SOURCE = Path(trainer.__file__).parents[1]
+PACKAGES = (_SOURCE / "trainer", _SOURCE / "kernels")
 
 
-def take_snapshot(folder: Path) -> Path:
-    """Copy the program into a new folder below `folder`, named by the time; returns that folder."""
-    source = Path(trainer.__file__).parents[1]
-    code = folder / time.strftime("%Y%m%d-%H%M%S")
-    code.mkdir(parents=True, exist_ok=True)
-    for package in _PACKAGES:
-        shutil.copytree(
-            source / package, code / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
-        )
-    return code
+def new_code_folder(folder: Path) -> Path:
+    """A folder below `folder`, named by the time."""
+    return folder / time.strftime("%Y%m%d-%H%M%S")
+
+
+def take_snapshot(code: Path) -> None:
+    """Copy the program into the folder `code`."""
+    for package in PACKAGES:
+        shutil.copytree(package, code / package.name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
 
 
 def save_settings(config: Config, folder: Path) -> Path:

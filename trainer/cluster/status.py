@@ -19,7 +19,6 @@ from trainer.cluster.jobs import Job, find_jobs
 from trainer.cluster.runs import RunFiles, read_run
 from trainer.data.printable import printable
 
-LOST_SECONDS = 120.0  # without a heartbeat; a running one writes one every 15 s
 _PATH_WIDTH = 14  # of a run's folder, and of its name, in a narrow terminal
 _UNLIMITED = 10_000  # columns of a terminal
 Row = dict[str, Any]
@@ -98,7 +97,7 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
         return status
     if age is None:
         return f"{status}?"  # a version without heartbeats
-    if age <= LOST_SECONDS:
+    if age <= runs.LOST_SECONDS and not files.process_is_gone:
         return status
     silent = f"(no heartbeat for {age / 60:.0f} min)"
     if job is None or not job.is_active:

@@ -23,6 +23,7 @@ from trainer.evaluate.report import FIGURES, print_table
 from trainer.run_folder import lock_run_folder, start_logging
 
 _SILENT_SECONDS = 1800.0  # without a heartbeat, and without a job that could be the reason: the run is over
+_JOB_SECONDS = 120.0  # without a heartbeat, when SLURM says that the job is over: the run is, too
 _TRIES = 3  # a network file system may show a new file incomplete for some seconds
 _log = logging.getLogger(__name__)
 
@@ -161,10 +162,15 @@ class RunWatch:
         beats = run.status in ("starting", "running")  # in a queue it has no heartbeat to show
         beat = number(run.state, "heartbeat") if beats else None
         last = max(self._began if beat is None else beat, self._job_seen)
-        if time.time() - last <= _SILENT_SECONDS:
+        silent = time.time() - last
+        if silent <= _JOB_SECONDS:
             return None
         job = find_job(run.job_id)
         if job and job.is_active:
             self._job_seen = time.time()
+            return None
+        if (
+            job is None and silent <= _SILENT_SECONDS
+        ):  # nobody knows: the disk may hang, or the run moves to another job
             return None
         return f"the run said that it is {run.status}, but gave no sign of life for {(time.time() - last) / 60:.0f} min"
