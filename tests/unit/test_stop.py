@@ -78,7 +78,7 @@ def test_a_run_that_nothing_runs_any_more_gets_its_last_word(
 
 
 def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", "running", job=None, host=socket.gethostname(), pid=2**22 + 1)
+    write_run(tmp_path / "run", "running", silent_seconds=25, job=None, host=socket.gethostname(), pid=2**22 + 1)
     assert "no process was running it" in stop_run(tmp_path / "run", 60)
 
 

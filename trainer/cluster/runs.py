@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 from trainer.cluster.jobs import Job
 from trainer.errors import InputError
 
+_BEAT_MISSED_SECONDS = 20.0  # a heartbeat comes every 15 s
 LOST_SECONDS = 120.0  # without a heartbeat, which comes every 15 s: the run is dead or hangs
 FINAL = ("done", "paused", "stopped", "failed")  # continues only if somebody starts it again
 _MARKS = ("config.yaml", "state.json")  # files that make a folder a run's
@@ -49,11 +51,13 @@ class RunFiles:
 
     @property
     def process_is_gone(self) -> bool:
-        """Whether rank 0 ran on this machine and runs no more; False if it is another machine's."""
+        """Whether rank 0 ran on this machine and runs no more; False if it is another machine's.
+
+        A fresh heartbeat proves that it lives, in a container whose processes are not visible here."""
         pid = whole(self.state, "pid")
-        if self.state.get("host") != socket.gethostname() or not pid or not os.path.isdir("/proc/self"):
-            return False
-        return not os.path.isdir(f"/proc/{pid}")
+        here = self.state.get("host") == socket.gethostname() and os.path.isdir("/proc/self")
+        is_silent = time.time() - (number(self.state, "heartbeat") or 0) > _BEAT_MISSED_SECONDS
+        return bool(here and pid and is_silent and not os.path.isdir(f"/proc/{pid}"))
 
     def is_over(self, job: Job | None) -> bool:
         """Whether the run continues only if somebody starts it again. job: what SLURM says of its job.
