@@ -40,7 +40,8 @@ def run_launch(own: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     if own.config is None and not own.array.startswith("config="):
         raise InputError("--config is missing: give the experiment's YAML file")
-    from trainer.cluster.launch import Request, launch
+    from trainer.cluster.launch import launch
+    from trainer.cluster.launch_checks import Request
 
     request = Request(
         config=own.config,
