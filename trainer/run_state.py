@@ -46,12 +46,13 @@ def _stopped_job(run_dir: Path) -> str:
 
 
 class RunState:
-    """The state of the run on this rank. Only rank 0 writes it."""
+    """The state of the run on this rank. Only rank 0 writes it. Safe to use from several threads."""
 
     def __init__(self, run_dir: Path, ranks: Ranks) -> None:
         self._run_dir = run_dir
         self._writes = ranks.is_first
         self._lock = threading.Lock()
+        self._fields_lock = threading.Lock()  # never held while something is written
         self._ranks = ranks
         self._fields: dict[str, Any] = {}
 
@@ -98,7 +99,8 @@ class RunState:
 
     def note(self, **fields: Any) -> None:
         """Change fields without writing them; the next heartbeat does."""
-        self._fields = {**self._fields, **fields}
+        with self._fields_lock:  # two threads that change fields at once must not undo each other
+            self._fields = self._fields | fields
 
     def write(self, **fields: Any) -> None:
         """Change fields and write the file. A file that can't be written is logged and ends nothing."""
