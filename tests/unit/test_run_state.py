@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from pathlib import Path
@@ -167,21 +166,3 @@ def test_a_queued_run_keeps_what_is_known_of_it(tmp_path: Path) -> None:
     assert (found["status"], found["step"], found["total_steps"], found["starts"]) == ("queued", 40, 100, 1)
     assert found["exit_code"] is None
     assert "pid" not in found
-
-
-def test_threads_that_note_at_once_lose_nothing(tmp_path: Path) -> None:
-    state = started(tmp_path, Ranks())
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [
-            threading.Thread(target=lambda n=n: [state.note(**{f"{n}_{i}": i}) for i in range(300)]) for n in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    state.write()
-    assert {f"{n}_{i}" for n in range(4) for i in range(300)} <= state_of(tmp_path).keys()
