@@ -61,7 +61,8 @@ class Faults:
     bad_reads_after: int = 0
     """Reads of this process that go well before any fails."""
     watch: str = ""
-    """File to which each step appends a line: step, RSS and PSS in bytes, open files, threads."""
+    """File to which each step appends a line: step, memory in bytes, open files, threads. The memory is what the process
+    has made itself, since mapped files and shared pages come and go with other processes."""
 
 
 def install(faults: Faults) -> None:
@@ -103,9 +104,10 @@ def _break_steps(faults: Faults) -> None:
 
 def _append_sizes(path: str, step: int) -> None:
     me = psutil.Process()
-    memory = me.memory_full_info()
+    status = Path("/proc/self/status").read_text().split()
+    own_memory = 1024 * int(status[status.index("RssAnon:") + 1])
     with open(path, "a") as file:
-        file.write(f"{step} {memory.rss} {memory.pss} {me.num_fds()} {me.num_threads()}\n")
+        file.write(f"{step} {own_memory} {me.num_fds()} {me.num_threads()}\n")
 
 
 def _break_saves(faults: Faults) -> None:
