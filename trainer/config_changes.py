@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, flatten
+from trainer.errors import InputError
 
 # settings, or beginnings of their names, that may change between restarts without changing what is learnt
 _FREE = (
@@ -32,3 +34,13 @@ def changed_settings(config: Config, then: dict[str, Any]) -> list[str]:
         for key, value in plain_settings(config).items()
         if value != before[key] and not key.startswith(_FREE)
     ]
+
+
+def refuse_changes(run_dir: Path, changed: list[str]) -> None:
+    """Raises InputError that lists what changed, if anything did."""
+    if changed:
+        listed = "\n".join(f"  - {line}" for line in changed)
+        raise InputError(
+            f"{run_dir} holds a run with other settings:\n{listed}\n"
+            "Use them again, take another --run_dir, or accept the change with --allow_changes true"
+        )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import load_newest, plain_names
-from trainer.config_changes import changed_settings, plain_settings
+from trainer.config_changes import changed_settings, plain_settings, refuse_changes
 from trainer.data.bad_images import drop_quarantine_after
 from trainer.data.plan import PLAN_VERSION
 from trainer.distributed import agree
@@ -90,17 +90,22 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
     sums.load(content["loss_sums"])
     if run.step.loss_scale and content.get("loss_scale"):
         run.step.loss_scale.load(content["loss_scale"])
-    if content["world_size"] != run.ranks.world_size:
-        before = batch_norm_images(run.config, content["world_size"])
-        now = batch_norm_images(run.config, run.ranks.world_size)
-        _log.info(
-            "saved by %d rank(s), going on with %d: images, views and slices of each step stay the same, BatchNorm %s",
-            content["world_size"],
-            run.ranks.world_size,
-            "too" if before == now else f"takes its statistics from {now} images at a time instead of {before}",
-        )
+    _log_ranks(run, int(content["world_size"]))
     _log.info("going on after step %d", content["step"])
     return int(content["step"])
+
+
+def _log_ranks(run: Run, world_size: int) -> None:
+    """Say what another number of ranks than before, `world_size`, changes."""
+    if world_size == run.ranks.world_size:
+        return
+    _log.info("saved by %d rank(s), going on with %d", world_size, run.ranks.world_size)
+    if run.config.allow_changes:  # with other settings than before there is nothing to compare
+        return
+    before = batch_norm_images(run.config, world_size)
+    now = batch_norm_images(run.config, run.ranks.world_size)
+    change = "too" if before == now else f"takes its statistics from {now} images at a time instead of {before}"
+    _log.info("images, views and slices of each step stay the same, BatchNorm %s", change)
 
 
 def _check_same(run: Run, content: dict[str, Any]) -> None:
@@ -109,12 +114,7 @@ def _check_same(run: Run, content: dict[str, Any]) -> None:
         changed.append(f"plan version: {content['plan_version']} -> {PLAN_VERSION} (other augmentations)")
     if content["data"]["fingerprint"] != run.index.fingerprint:
         changed.append(f"training images: {content['data']['images']} -> {len(run.index)}, or other files or labels")
-    if not changed:
-        return
-    listed = "\n".join(f"  - {line}" for line in changed)
     if not run.config.allow_changes:
-        raise InputError(
-            f"{run.run_dir} holds a run with other settings:\n{listed}\n"
-            "Use them again, take another --run_dir, or accept the change with --allow_changes true"
-        )
-    _log.warning("going on with changed settings:\n%s", listed)
+        refuse_changes(run.run_dir, changed)
+    elif changed:
+        _log.warning("going on with changed settings:\n%s", "\n".join(f"  - {line}" for line in changed))

@@ -21,10 +21,15 @@ _LOG_BYTES = 32 << 20  # of log.txt, before it becomes log.txt.1
 _FORMAT = "%(asctime)s %(levelname).1s {rank}%(message)s"
 
 
-def open_run_folder(run_dir: str) -> Path:
-    """The folder, made where it is missing. Raises InputError where it can't be."""
+def check_run_dir_is_set(run_dir: str) -> None:
+    """Raises InputError if the setting is empty."""
     if not run_dir:
         raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
+
+
+def open_run_folder(run_dir: str) -> Path:
+    """The folder, made where it is missing. Raises InputError where it can't be."""
+    check_run_dir_is_set(run_dir)
     path = Path(run_dir)
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)

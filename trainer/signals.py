@@ -19,7 +19,7 @@ from types import FrameType
 from trainer.errors import INTERRUPTED, PREEMPTED
 
 _log = logging.getLogger(__name__)
-_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _CLOSE = 0  # byte that ends the thread; no signal has this number
 _ASIDE_SECONDS = 3.0
 
@@ -110,7 +110,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     # one that is ignored stays so: nohup ignores HUP, so that a run outlives its terminal
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in heard}
     pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
@@ -137,5 +137,5 @@ def _watch(reader: int, request: StopRequest) -> None:
         for number in os.read(reader, 64) if ready else b"":
             if number == _CLOSE:
                 return
-            if number in _SIGNALS:
+            if number in STOP_SIGNALS:
                 request.received(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer.cluster.ranks import Ranks, find_ranks
@@ -33,26 +33,25 @@ def own_cores(env: Mapping[str, str] | None = None) -> int:
 
 def quota_cores(cgroups: Path = _CGROUPS, process: Path = Path("/proc/self/cgroup")) -> int:
     """Whole cores that the cgroup's CPU quota allows, rounded up (containers have one); a large number if there is none."""
-    quota = float(1 << 20)
     lines = process.read_text().splitlines() if process.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        folder = cgroups / path.lstrip("/")
-        if controllers == "":
-            for level in (folder, *folder.parents):  # the strictest level holds
-                limit, _, period = _read(level / "cpu.max").partition(" ")
-                if limit.isdecimal() and period.isdecimal():
-                    quota = min(quota, int(limit) / int(period))
-        elif "cpu" in controllers.split(","):
-            for level in (
-                cgroups / controllers / path.lstrip("/"),
-                cgroups / "cpu" / path.lstrip("/"),
-                cgroups / "cpu",
-            ):
-                limit, period = _read(level / "cpu.cfs_quota_us"), _read(level / "cpu.cfs_period_us")
-                if limit.isdecimal() and period.isdecimal():
-                    quota = min(quota, int(limit) / int(period))
-    return max(1, math.ceil(quota))
+    limits = [limit for line in lines for limit in _limits(cgroups, line)]
+    # "max" and -1 stand for no limit; the strictest of all levels holds
+    shares = [int(quota) / int(period) for quota, period in limits if quota.isdecimal() and period.isdecimal()]
+    return max(1, math.ceil(min(shares, default=1 << 20)))
+
+
+def _limits(cgroups: Path, line: str) -> Iterator[tuple[str, str]]:
+    """(quota, period) at each level of the group that a line of /proc/self/cgroup names, in version 2 or 1 of cgroups."""
+    _, controllers, path = line.split(":", 2)
+    own = path.lstrip("/")
+    if controllers == "":
+        folder = cgroups / own
+        for level in (folder, *folder.parents):
+            quota, _, period = _read(level / "cpu.max").partition(" ")
+            yield quota, period
+    elif "cpu" in controllers.split(","):
+        for level in (cgroups / controllers / own, cgroups / "cpu" / own, cgroups / "cpu"):
+            yield _read(level / "cpu.cfs_quota_us"), _read(level / "cpu.cfs_period_us")
 
 
 def _read(path: Path) -> str:

@@ -85,7 +85,6 @@ def _parameters(configs: list[Config], nodes: tuple[int, int], request: Request,
         nodes=nodes,
         tasks_per_node=request.ranks_per_node,
         code=code,
-        commit=git_commit() or "unknown",
     )
 
 
@@ -158,7 +157,6 @@ def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Pa
         nodes=(1, 1),
         tasks_per_node=1,
         code=code,
-        commit=git_commit() or "unknown",
     )
 
 

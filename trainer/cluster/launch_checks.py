@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.checkpoint_files import newest_step
 from trainer.cluster.jobs import find_job
-from trainer.cluster.runs import LOST_SECONDS, number, read_run
+from trainer.cluster.runs import LOST_SECONDS, read_run
 from trainer.cluster.site import Site
 from trainer.cluster.snapshot import PACKAGES
 from trainer.config import Config
-from trainer.config_changes import changed_settings, plain_settings
+from trainer.config_changes import changed_settings, plain_settings, refuse_changes
 from trainer.config_load import KEYS, load_config
 from trainer.data.index import open_index
 from trainer.errors import InputError
 from trainer.geometry import batch_norm_images, micro_batches, rows_together, usable_ranks
+from trainer.run_folder import check_run_dir_is_set
 from trainer.run_plan import plan_lines
 
 
@@ -70,8 +70,7 @@ def read_configs(request: Request) -> list[Config]:
 
 def _absolute(config: Config, name: str = "") -> Config:
     """Make the paths absolute: the job starts in another working directory. name: of a folder below the run_dir."""
-    if not config.run_dir:
-        raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
+    check_run_dir_is_set(config.run_dir)
 
     def full(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else path
@@ -120,14 +119,14 @@ def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
     if least == most:
         lines = plan_lines(config, num_images, most * request.ranks_per_node)
     else:
-        lines = [_nodes_line(config, count, request.ranks_per_node) for count in range(least, most + 1)]
-        used = [usable_ranks(config, count * request.ranks_per_node) for count in range(least, most + 1)]
-        if len({batch_norm_images(config, ranks) for ranks in used}) > 1:
+        used = {count: usable_ranks(config, count * request.ranks_per_node) for count in range(least, most + 1)}
+        lines = [_nodes_line(config, count, count * request.ranks_per_node, ranks) for count, ranks in used.items()]
+        if len({batch_norm_images(config, ranks) for ranks in used.values()}) > 1:
             lines.append(
                 "BatchNorm differs between these numbers of nodes, and so will the results; the rest is the same"
             )
         lines.append(f"on {most} node(s):")
-        lines += plan_lines(config, num_images, usable_ranks(config, most * request.ranks_per_node))
+        lines += plan_lines(config, num_images, used[most])
     print("\n".join(f"  {line}" for line in lines))
 
 
@@ -135,10 +134,9 @@ def _check_folder(config: Config, run_dir: Path) -> None:
     """Raises InputError if something runs there already, or if the run there has other settings."""
     run = read_run(run_dir)
     job = find_job(run.job_id)
-    silent = time.time() - (number(run.state, "heartbeat") or 0)
     if job and job.is_active:
         who = f"SLURM job {run.job_id} ({job.state})"
-    elif run.status in ("starting", "running") and silent < LOST_SECONDS and not run.process_is_gone:
+    elif run.status in ("starting", "running") and run.silent_seconds < LOST_SECONDS and not run.process_is_gone:
         who = f"process {run.state.get('pid')} on {run.state.get('host')}"
     else:
         who = ""
@@ -147,19 +145,12 @@ def _check_folder(config: Config, run_dir: Path) -> None:
             f"{who} has this run, {run_dir}: `wmse stop {run_dir}` ends it. A folder takes one run at a time"
         )
     if newest_step(run_dir) and (run_dir / "config.yaml").exists() and not config.allow_changes:
-        changed = changed_settings(config, plain_settings(load_config(run_dir / "config.yaml", [])))
-        if changed:
-            listed = "\n".join(f"  - {line}" for line in changed)
-            raise InputError(
-                f"{run_dir} holds a run with other settings:\n{listed}\n"
-                "Use them again, take another --run_dir, or accept the change with --allow_changes true"
-            )
+        then = plain_settings(load_config(run_dir / "config.yaml", []))
+        refuse_changes(run_dir, changed_settings(config, then))
 
 
-def _nodes_line(config: Config, nodes: int, ranks_per_node: int) -> str:
-    """How a step is spread over this number of nodes."""
-    available = nodes * ranks_per_node
-    used = usable_ranks(config, available)
+def _nodes_line(config: Config, nodes: int, available: int, used: int) -> str:
+    """How a step is spread over this number of nodes. available, used: ranks."""
     per_rank = config.data.images_per_step // used
     parts = micro_batches(config, per_rank)
     idle = (

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from trainer.errors import DONE, PREEMPTED
+from trainer.signals import STOP_SIGNALS
 
-_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 _END_SECONDS = 60.0  # from the first rank that fails to the end of the others: they notice by themselves, or are killed
 _PR_SET_PDEATHSIG = 1
 
@@ -28,7 +28,7 @@ def run_local(words: Sequence[str], ranks: int) -> int:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     try:
         return _wait(processes)
     finally:

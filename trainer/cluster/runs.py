@@ -50,13 +50,18 @@ class RunFiles:
         return text(job, "id") if isinstance(job, dict) else None
 
     @property
+    def silent_seconds(self) -> float:
+        """Time since the last heartbeat; very long if there never was one."""
+        return time.time() - (number(self.state, "heartbeat") or 0)
+
+    @property
     def process_is_gone(self) -> bool:
         """Whether rank 0 ran on this machine and runs no more; False if it is another machine's.
 
         A fresh heartbeat proves that it lives, in a container whose processes are not visible here."""
         pid = whole(self.state, "pid")
         here = self.state.get("host") == socket.gethostname() and os.path.isdir("/proc/self")
-        is_silent = time.time() - (number(self.state, "heartbeat") or 0) > _BEAT_MISSED_SECONDS
+        is_silent = self.silent_seconds > _BEAT_MISSED_SECONDS
         return bool(here and pid and is_silent and not os.path.isdir(f"/proc/{pid}"))
 
     def is_over(self, job: Job | None) -> bool:

@@ -17,6 +17,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 from trainer.cluster.nodes import parse_minutes
 from trainer.cluster.site import Site
 from trainer.cluster.task import WmseTask
+from trainer.commit import git_commit
 from trainer.errors import InputError
 
 # seconds until srun ends the other ranks after one has ended: as long as timeout_minutes, so that rank 0 can finish its save
@@ -33,12 +34,24 @@ exit "$code"
 """
 
 
-def job_parameters(
-    site: Site, *, name: str, nodes: tuple[int, int], tasks_per_node: int, code: Path, commit: str
-) -> dict[str, Any]:
+# options that sbatch, submitit and a Site call alike
+_SAME_NAMES = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "nodelist",
+    "exclude",
+    "dependency",
+    "mail_user",
+    "mail_type",
+)
+
+
+def job_parameters(site: Site, *, name: str, nodes: tuple[int, int], tasks_per_node: int, code: Path) -> dict[str, Any]:
     """What submitit writes into the batch script.
 
-    nodes: smallest and largest number. code: folder of the code that the job runs. commit: recorded in logs and results.
+    nodes: smallest and largest number. code: folder of the code that the job runs; its commit goes into logs and results.
     """
     least, most = nodes
     more = {"requeue": True, "exclusive": site.exclusive or None, "mem": site.memory or None, **site.sbatch}
@@ -51,7 +64,7 @@ def job_parameters(
     # srun does not inherit --cpus-per-task from sbatch; a rank that fails must not kill one that is still saving
     srun = [f"--wait={_WAIT_SECONDS}", "--kill-on-bad-exit=0"]
     srun += [f"--cpus-per-task={site.cpus_per_task}"] if site.cpus_per_task else []
-    environment = {"WMSE_COMMIT": commit, **site.environment}
+    environment = {"WMSE_COMMIT": git_commit() or "unknown", **site.environment}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     parameters = {
         "job_name": re.sub(r"[^\w.+-]", "_", name),
@@ -78,19 +91,6 @@ def _use_code(code: Path) -> list[str]:
     first, and a container that begins in another one still has the path."""
     folder = shlex.quote(str(code))
     return [f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}}", f"cd {folder}"]
-
-
-_SAME_NAMES = (
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "nodelist",
-    "exclude",
-    "dependency",
-    "mail_user",
-    "mail_type",
-)
 
 
 def batch_script(folder: Path, parameters: dict[str, Any], count: int) -> str:

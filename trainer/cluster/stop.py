@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 from trainer.cluster.jobs import Job, find_job
-from trainer.cluster.runs import LOST_SECONDS, RunFiles, number, read_run
+from trainer.cluster.runs import LOST_SECONDS, RunFiles, read_run
 from trainer.errors import DONE, InputError
 from trainer.files import write_text
 from trainer.run_state import mark_run, stop_file
@@ -40,7 +39,7 @@ def stop_run(run_dir: Path, wait_seconds: float) -> str:
     while time.monotonic() < end:
         now = read_run(run_dir)
         # nobody looks at the file while the job waits to start, or to go on after a signal or the loss of a node
-        if now.status in ("queued", "preempted", "failed") or _silence(now.state) > _LATE_SECONDS:
+        if now.status in ("queued", "preempted", "failed") or now.silent_seconds > _LATE_SECONDS:
             job = find_job(job_id)
             if job and job.state == "PENDING":
                 return _cancel(run_dir, job_id)
@@ -62,18 +61,13 @@ def _nobody_runs(run: RunFiles, job: Job | None) -> bool:
     if run.status in ("queued", "preempted") or run.process_is_gone:
         return True
     # SLURM may have seen the end of a job before the run has written its own
-    return _silence(run.state) > (LOST_SECONDS if job is None else _LATE_SECONDS)
+    return run.silent_seconds > (LOST_SECONDS if job is None else _LATE_SECONDS)
 
 
 def _mark_stopped(run: RunFiles) -> str:
     """Write the last word that the run could not: its evaluator then ends, too."""
     mark_run(run.run_dir, "stopped", DONE)
     return f"{run.run_dir}: no process was running it any more; it is marked as stopped, after step {run.state.get('step')}"
-
-
-def _silence(state: dict[str, Any]) -> float:
-    """Seconds since the last heartbeat."""
-    return time.time() - (number(state, "heartbeat") or 0)
 
 
 def _cancel(run_dir: Path, job_id: str) -> str:
