@@ -286,6 +286,7 @@ def check_data(words: Words) -> int:
     parser.add_argument(
         "--max_image_pixels", type=int, metavar="N", help="largest image, as data.max_image_pixels of a config"
     )
+    parser.add_argument("--max_classes", type=int, metavar="N", help="largest number of classes, as data.max_classes")
     own = parser.parse_args(words)
     from trainer.config import DataConfig
     from trainer.data.check import check_data as check
@@ -295,7 +296,10 @@ def check_data(words: Words) -> int:
         own.path,
         splits=own.splits,
         progress=True,
-        max_pixels=own.max_image_pixels or DataConfig.max_image_pixels,
+        limits=DataConfig(
+            max_image_pixels=own.max_image_pixels or DataConfig.max_image_pixels,
+            max_classes=own.max_classes or DataConfig.max_classes,
+        ),
         say=lambda name, problem: print(f"{name}: {problem}", flush=True),
     )
     for line in (*report.splits, *(f"note: {note}" for note in report.notes)):

@@ -43,7 +43,7 @@ class DataConfig:
     """Share of the JPEGs that a GPU's hardware decoder takes, 0..1, where it has one."""
     decoder_hint: tuple[int, int] = (0, 0)
     """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: as they come."""
-    max_image_pixels: int = 50_000_000
+    max_image_pixels: int = 100_000_000
     """Largest image, height x width, pixels: a small file may claim any size, and each pixel takes 3 bytes when decoded. Larger
     images are replaced as unusable ones."""
     max_classes: int = 100_000

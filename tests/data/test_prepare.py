@@ -160,7 +160,7 @@ def test_wrong_arguments(tmp_path: Path, arguments: dict[str, object], message: 
 
 def test_splits_without_train_must_agree(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "s", {"a/cat/1.jpg": JPEG, "b/dog/1.jpg": JPEG})
-    with pytest.raises(InputError, match="same class folders: a, b"):
+    with pytest.raises(InputError, match="need the same ones, but they differ: a, b"):
         prepare(str(source), tmp_path / "dest", progress=False)
 
 

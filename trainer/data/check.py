@@ -26,7 +26,16 @@ from trainer.data.index_build import (
 )
 from trainer.data.index_file import compute_fingerprint, read_index
 from trainer.data.printable import printable
-from trainer.data.shards import PICTURE_SUFFIXES, SHARD_NAME, describe_shards, list_shards, read_shard, uncompress_shard
+from trainer.data.shards import (
+    PICTURE_SUFFIXES,
+    SHARD_NAME,
+    describe_shards,
+    list_shards,
+    name_classes,
+    read_class_names,
+    read_shard,
+    uncompress_shard,
+)
 from trainer.errors import InputError, refuse_machine_fault
 from trainer.progress import with_progress
 
@@ -64,15 +73,16 @@ def check_data(
     splits: Sequence[str] | None = None,
     threads: int | None = None,
     progress: bool = False,
-    max_pixels: int = DataConfig.max_image_pixels,
+    limits: DataConfig | None = None,
     say: Say = lambda name, problem: None,
 ) -> CheckReport:
     """Check what training would read of a set: tar shards, or an image folder with or without splits and classes.
 
     splits: only these (default: all that there are). Each of `threads` (default: the processors) holds one decoded picture.
-    max_pixels: as data.max_image_pixels. say: called with each bad file as it is found. Raises InputError where there is
-    nothing to check.
+    limits: whose max_image_pixels and max_classes hold. say: called with each bad file as it is found. Raises InputError
+    where there is nothing to check.
     """
+    limits = limits or DataConfig()
     path = Path(path).expanduser()
     if not path.is_dir():
         raise InputError(f"{path}: no such folder")
@@ -85,10 +95,10 @@ def check_data(
     shard_splits = sorted({found[1] for entry in path.iterdir() if (found := SHARD_NAME.fullmatch(entry.name))})
     for split in _select(path, splits, shard_splits) if shard_splits else splits or _folder_splits(path):
         list_places = _places_in_shards if shard_splits else _places_in_folder
-        places = list(list_places(path, split, report.notes, add))
+        places = list(list_places(path, split, limits, report.notes, add))
         labels = np.array([place.label for place in places], np.int32)
         report.splits.append(f"split {split}: {len(places)} files, {describe_labels(labels)}")
-        others = _check_places(places, split, threads, progress, partial(_check, max_pixels), report, add)
+        others = _check_places(places, split, threads, progress, partial(_check, limits.max_image_pixels), report, add)
         if others:
             report.notes.append(
                 f"split {split}: {len(others)} files are no pictures, left out ({', '.join(others[:5])})"
@@ -133,20 +143,26 @@ def _folder_splits(path: Path) -> list[str]:
     return list_class_folders(path) if (path / "train").is_dir() else [WHOLE_FOLDER]
 
 
-def _places_in_shards(root: Path, split: str, notes: list[str], add: Say) -> Iterator[Place]:
+def _places_in_shards(root: Path, split: str, limits: DataConfig, notes: list[str], add: Say) -> Iterator[Place]:
     """The pictures that training reads: those of the index of a prepared set, else those that the tars list. What is wrong
     with tars and indices themselves is added."""
     shards, in_tars = [], []
     for packed in list_shards(root, split):
+        shard = packed
         try:
             shard = uncompress_shard(packed, root if packed.suffix != ".gz" else find_cache(root, None))
             shards.append(shard)
             contents = read_shard(shard)
         except InputError as error:
-            add(packed.name, str(error))
+            add(packed.name, str(error).removeprefix(f"{shard}: "))
             continue
         notes += [f"{packed.name}/{name}: is part of another sample, left out" for name in contents.left_out]
         in_tars += [Place(f"{shard.name}/{sample.member}", str(shard), *sample[1:]) for sample in contents.samples]
+    try:
+        labels = np.array([place.label for place in in_tars], np.int32)
+        name_classes(labels, read_class_names(root), [place.name for place in in_tars], limits.max_classes)
+    except InputError as error:
+        add(split, str(error))
     path = root / f"{split}.index"
     if not path.exists():
         yield from in_tars
@@ -178,7 +194,7 @@ def _check_index(path: Path, shards: list[Path]) -> str:
     return "" if metadata.get("shards") == describe_shards(shards) else "made for other shards: delete it"
 
 
-def _places_in_folder(root: Path, split: str, notes: list[str], add: Say) -> Iterator[Place]:
+def _places_in_folder(root: Path, split: str, _: DataConfig, notes: list[str], add: Say) -> Iterator[Place]:
     folder = root / split
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")

@@ -312,12 +312,10 @@ def _keep(path: Path, content: IndexContent, notes: list[str]) -> None:
 
 def describe_labels(labels: npt.NDArray[np.int32]) -> str:
     """How many classes and how many images of each the labels have, in words."""
-    labelled = labels[labels >= 0]
-    if not labelled.size:
+    counts = np.unique(labels[labels >= 0], return_counts=True)[1]
+    if not counts.size:
         return "no labels"
-    counts = np.bincount(labelled)
-    counts = counts[counts > 0]
-    return f"{len(counts)} classes of {counts.min()} to {counts.max()} images"
+    return f"{len(counts)} class{'es' if len(counts) > 1 else ''} of {counts.min()} to {counts.max()} images"
 
 
 def user_cache() -> Path:

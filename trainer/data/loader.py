@@ -198,7 +198,7 @@ class ViewLoader:
                 self._start(step)
 
     def _find_refused(self) -> bool:
-        """Decode one by one what DALI was given as batches; what it refuses is converted or replaced. Whether it refused any."""
+        """Decode one by one what DALI was given as batches: convert or replace what it refuses. Whether there was any."""
         if self._cache is not None:  # DALI was given pixels
             return False
         given = [

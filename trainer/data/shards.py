@@ -15,6 +15,7 @@ import re
 import shutil
 import tarfile
 import zlib
+from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -161,9 +162,7 @@ def build_shards(
         printable(f"{shards[number].name}/{sample.member}") for number, sample in zip(numbers, samples, strict=True)
     ]
     labels = np.array([sample.label for sample in samples], "<i4")
-    if class_names is None:
-        class_names = [str(label) for label in range(min(max(labels, default=-1) + 1, max_classes))]
-    _check_labels(labels, class_names, display_names)
+    class_names = name_classes(labels, class_names, display_names, max_classes)
     columns = {
         "label": labels,
         "shard": np.array(numbers, "<u2"),
@@ -233,9 +232,11 @@ def _check_end(shard: Path, end: int) -> None:
         while chunk := file.read(1 << 20):
             if rest := chunk.lstrip(b"\0"):
                 position += len(chunk) - len(rest)
-                what = "after zeros" if position >= end + TAR_BLOCK else "which is no sound header"
+                what = (
+                    "follow after zeros" if position >= end + TAR_BLOCK else "follow, which begin with no sound header"
+                )
                 raise InputError(
-                    f"its members end at byte {end}, but {size - position} bytes follow, {what}: the file is damaged there "
+                    f"its members end at byte {end}, but {size - position} bytes {what}: the file is damaged there "
                     "(get it again), or several tar files were joined by `cat` (keep them apart)"
                 )
             position += len(chunk)
@@ -291,10 +292,16 @@ def _notes(split: str, labels: np.ndarray, left_out: list[str]) -> list[str]:
     return notes
 
 
-def _check_labels(labels: np.ndarray, class_names: list[str], display_names: list[str]) -> None:
+def name_classes(
+    labels: np.ndarray, class_names: list[str] | None, display_names: Sequence[str], max_classes: int
+) -> list[str]:
+    """The classes' names, by default their numbers. Raises InputError naming an image whose label is none of the classes."""
+    if class_names is None:
+        class_names = [str(label) for label in range(min(max(labels, default=-1) + 1, max_classes))]
     wrong = np.flatnonzero((labels < -1) | (labels >= len(class_names)))
     if wrong.size:
         raise InputError(
             f"{display_names[wrong[0]]}: label {labels[wrong[0]]} is none of the {len(class_names)} classes (-1: no label; "
             "data.max_classes limits their number where no dataset.json names them)"
         )
+    return class_names
