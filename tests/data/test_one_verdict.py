@@ -76,11 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loader(index: Index, *, evaluates: bool = False, cache: DecodeCache | None = None) -> ViewLoader:
     planner = Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, rows=Rows(0, PER_STEP))
     recipe = eval_recipe(RECIPE) if evaluates else RECIPE
-    requests = (
-        eval_requests(recipe, np.arange(len(index)).repeat(4)[: PER_STEP * STEPS], PER_STEP)
-        if evaluates
-        else train_requests(planner)
-    )
+    everything = np.resize(np.arange(len(index)), PER_STEP * STEPS)
+    requests = eval_requests(recipe, everything, PER_STEP) if evaluates else train_requests(planner)
     return ViewLoader(
         index,
         recipe,

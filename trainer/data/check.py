@@ -239,4 +239,4 @@ def _is_no_picture(name: str, data: bytes) -> bool:
     stem, dot, suffix = os.path.basename(name).rpartition(".")
     if dot and stem:
         return suffix.lower() not in PICTURE_SUFFIXES
-    return bool(data) and data.isascii()
+    return bool(data) and data.isascii() and b"\0" not in data
