@@ -300,7 +300,13 @@ def main() -> int:
     shards, broken = fuzz_shards(own.shards, random.Random(own.seed))
     with tempfile.TemporaryDirectory() as folder:
         images, more = fuzz_images(own.images, random.Random(own.seed + 1), Path(folder))
-    result = {"seed": own.seed, "shards": shards, "images": images, "broken": broken + more, **provenance(torch.device("cpu"))}
+    result = {
+        "seed": own.seed,
+        "shards": shards,
+        "images": images,
+        "broken": broken + more,
+        **provenance(torch.device("cpu")),
+    }
     print(json.dumps(result, indent=1))
     if own.out:
         own.out.write_text(json.dumps(result, indent=1) + "\n")

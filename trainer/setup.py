@@ -116,6 +116,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
     check_backend(config, device)
     index = images_of_run(open_shared_index(config, ranks), config, run_dir, ranks)
+    check_set_size(config, len(index), say=ranks.is_first)
     require_same(ranks, "the images of " + config.data.train_split, f"{len(index)} ({index.fingerprint})")
     rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
     planner = Planner(
@@ -180,11 +181,9 @@ def open_shared_index(config: Config, ranks: Ranks) -> Index:
     root, split = Path(config.data.root), config.data.train_split
     if not config.data.root:
         raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
-    index = one_rank_a_node_first(
+    return one_rank_a_node_first(
         ranks, lambda: open_index(root, split, progress=ranks.is_first, max_classes=config.data.max_classes)
     )
-    check_set_size(config, len(index), say=ranks.is_first)
-    return index
 
 
 def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None:
