@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trainer
+from trainer.config_names import closest
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
 from trainer.signals import StopRequest
 
@@ -32,7 +33,8 @@ def main(words: Words | None = None) -> int:
     try:
         _check_own_packages()
         if words[0] not in COMMANDS:
-            raise InputError(f"unknown command {words[0]!r}; there are: {', '.join(COMMANDS)}")
+            hint = closest(words[0], COMMANDS) or f"; there are: {', '.join(COMMANDS)}"
+            raise InputError(f"unknown command {words[0]!r}{hint}")
         return COMMANDS[words[0]](words[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -80,7 +82,23 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple
         settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
         add_config_arguments(settings)
         parser.epilog = settings.format_help().removeprefix("usage: ")
-    return parser.parse_known_args(words)
+    own, rest = parser.parse_known_args(words)
+    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        meant = f"--{name[2:].replace('-', '_')}"
+        if name != meant and meant in parser._option_string_actions:
+            raise InputError(f"unknown option {name}: did you mean {meant}?")
+    return own, rest
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="the experiment: YAML, or the name of a recipe in configs/; given again, a later file overrides those before it",
+    )
 
 
 def _number_of_ranks(own: argparse.Namespace) -> int:
@@ -93,7 +111,7 @@ def _number_of_ranks(own: argparse.Namespace) -> int:
 def pretrain(words: Words) -> int:
     """Pre-train an encoder by W-MSE; the same command resumes it."""
     parser = _parser(pretrain)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the experiment, YAML")
+    _add_config(parser)
     parser.add_argument(
         "--dry_run", action="store_true", help="say what the run would do (steps, rate, slices, memory), and stop"
     )
@@ -157,7 +175,7 @@ def stop(words: Words) -> int:
 def preview(words: Words) -> int:
     """Draw images and their views, as the model sees them, into a PNG."""
     parser = _parser(preview)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the experiment, YAML")
+    _add_config(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("preview.png"), metavar="PNG", help="where (default preview.png)"
     )
