@@ -12,7 +12,7 @@ setup: .venv/installed
 	touch $@
 
 demo: setup
-	$(BIN)/python -m trainer.demo
+	$(BIN)/wmse demo
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile

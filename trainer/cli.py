@@ -336,6 +336,16 @@ def bench(words: Words) -> int:
     return run_bench(own, settings, _number_of_ranks(own))
 
 
+def demo(words: Words) -> int:
+    """Train on real images in minutes, measure what was learnt, end with a table and a picture."""
+    from trainer.demo import add_arguments, run_demo
+
+    parser = _parser(demo)
+    add_arguments(parser)
+    own, settings = _parse_with_settings(parser, words)
+    return run_demo(own.run_dir, own.seed, settings)
+
+
 COMMANDS: dict[str, Callable[[Words], int]] = {
     "pretrain": pretrain,
     "launch": launch,
@@ -348,4 +358,5 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "check-data": check_data,
     "preview": preview,
     "bench": bench,
+    "demo": demo,
 }

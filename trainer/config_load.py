@@ -19,13 +19,12 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from trainer.config import Config, flatten
 from trainer.config_check import check
 from trainer.config_names import KEYS, closest, unknown_setting
-from trainer.config_yaml import YAML_CORE, read_yaml
+from trainer.config_yaml import read_value, read_yaml
 from trainer.errors import InputError
-from trainer.files import write_text
+from trainer.files import shipped_folder, write_text
 
 COMMAND_LINE, DEFAULT = "command line", "default"
 PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ is the home folder
-_ROOT = Path(__file__).parents[1]
 
 
 class _Word(NamedTuple):
@@ -66,7 +65,7 @@ def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) 
     for file in [path] if isinstance(path, Path) else path or []:
         words += _file_words(find_config(file), problems)
     words += _override_words(overrides, problems)
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, parser_mode=YAML_CORE)
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     add_config_arguments(parser)
     flat = _typed(parser, words, problems)
     if not problems:
@@ -79,10 +78,10 @@ def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) 
 
 def find_config(path: Path) -> Path:
     """The file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`."""
-    recipes = next((folder for folder in (_ROOT / "configs", _ROOT / "trainer/configs") if folder.is_dir()), _ROOT)
-    recipe = recipes / f"{path}.yaml"
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
+    recipes = shipped_folder("configs")
+    recipe = recipes / f"{path}.yaml"
     if not recipe.exists():
         names = sorted(file.stem for file in recipes.glob("*.yaml"))
         hint = closest(str(path), names) or f"; there are: {', '.join(names)}"
@@ -162,17 +161,27 @@ def _override_words(words: Iterable[str], problems: list[str]) -> Iterator[_Word
 
 def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> dict[str, Any]:
     def parse(some: list[_Word]) -> Namespace:
-        return parser.parse_args([f"--{word.key}={word.text}" for word in some], env=False)
+        return parser.parse_args([f"--{word.key}={_plain_value(word)}" for word in some], env=False)
 
     try:
         return _flat(parse(words), problems)
-    except ArgumentError:
+    except (ArgumentError, yaml.YAMLError):
         for word in words:  # which one it was, and whether there are more
             try:
                 parse([word])
-            except ArgumentError as error:
+            except (ArgumentError, yaml.YAMLError) as error:
                 problems.append(f"{word.source}: {_type_problem(word, str(error))}")
         return {}
+
+
+def _plain_value(word: _Word) -> str:
+    """The value in a spelling that every reader of YAML takes alike. Raises yaml.YAMLError for text instead of a number."""
+    if isinstance(flatten(Config())[word.key], str):
+        return word.text
+    value = read_value(word.text)
+    if any(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
+        raise yaml.YAMLError(f"{word.text} is text")
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).partition("\n")[0]
 
 
 def _type_problem(word: _Word, message: str) -> str:
@@ -184,7 +193,8 @@ def _type_problem(word: _Word, message: str) -> str:
         wanted = f"a list such as {list(default)}"
     else:
         wanted = "true or false" if isinstance(default, bool) else f"a value of type {type(default).__name__}"
-    return f"{word.key} is {word.text!r}: give {wanted}"
+    shown = word.text if len(word.text) < 80 else f"{word.text[:80]}..."
+    return f"{word.key} is {shown!r}: give {wanted}"
 
 
 def _flat(namespace: Namespace, problems: list[str]) -> dict[str, Any]:

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import set_loader
 
 from trainer.errors import InputError
 
-YAML_CORE = "yaml_core"  # jsonargparse's name for how it reads values
 _MOST_NESTED = 8  # brackets in brackets of a file; settings need 2
 _NUMBER = list("-+.0123456789")
 _FLOAT = (
@@ -34,6 +32,11 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if not isinstance(tree, dict):
         raise InputError(f"config {path} must be a mapping of settings, it is a {type(tree).__name__}")
     return tree
+
+
+def read_value(text: str) -> Any:
+    """A number, true or false, None, a list of them, or else text. Raises yaml.YAMLError."""
+    return _load(text, _CoreLoader)
 
 
 class _TextLoader(yaml.SafeLoader):
@@ -82,6 +85,3 @@ def _load(text: str, loader: type[yaml.SafeLoader]) -> Any:
         if depth > _MOST_NESTED:
             raise yaml.YAMLError(f"more than {_MOST_NESTED} brackets or sections inside each other")
     return yaml.load(text, loader)  # noqa: S506 (a SafeLoader)
-
-
-set_loader(YAML_CORE, lambda text: _load(text, _CoreLoader), exceptions=(yaml.YAMLError,))

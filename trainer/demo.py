@@ -1,6 +1,6 @@
 """The demo: pre-train on real images, measure what was learnt, and end with a table and a picture.
 
-    python -m trainer.demo [--seed S] [--run_dir DIR] [--section.key value ...]
+    wmse demo [--seed S] [--run_dir DIR] [--section.key value ...]
 
 Each part is the command a user would type, in a process of its own. An older run in the way is moved aside.
 """
@@ -13,32 +13,32 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from trainer.files import write_text
-
-ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "demo_fashion_mnist.yaml"
+from trainer.files import shipped_folder, write_text
 
 
-def main() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command; all others are settings."""
+    parser.add_argument("--run_dir", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+
+
+def run_demo(run_dir: Path, seed: int, settings: Sequence[str]) -> int:
     """Run everything; returns an exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run_dir", type=Path, default=ROOT / "runs" / "demo")
-    parser.add_argument("--seed", type=int, default=0)
-    own, settings = parser.parse_known_args()
-    run_dir, began = own.run_dir.absolute(), time.time()
+    run_dir, began = run_dir.absolute(), time.time()
     _move_aside(run_dir)
-    common = ["--seed", str(own.seed), "--data.root", str(ROOT / "demo_data"), *settings]
-    _wmse("pretrain", "--config", str(CONFIG), "--run_dir", str(run_dir), *common)
+    common = ["--seed", str(seed), "--data.root", str(shipped_folder("demo_data")), *settings]
+    _wmse("pretrain", "--config", "demo_fashion_mnist", "--run_dir", str(run_dir), *common)
     trained = _measure("evaluate", run_dir, "last")
     random = _measure("evaluate", run_dir, "random")
     pixels = _measure("knn", run_dir, "pixels")
-    report = _report(trained, random, pixels) | {"seed": own.seed, "seconds": round(time.time() - began, 1)}
+    report = _report(trained, random, pixels) | {"seed": seed, "seconds": round(time.time() - began, 1)}
     write_text(run_dir / "report.json", json.dumps(report, indent=1) + "\n")
     _wmse("preview", "--config", str(run_dir / "config.yaml"), "--out", str(run_dir / "views.png"), "--images", "5")
     picture = _draw(run_dir, report)
@@ -119,7 +119,3 @@ def _print(report: dict[str, Any], picture: Path) -> None:
     console = Console()
     console.print(table)
     console.print(f"loss curve and views: {picture}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -97,12 +97,12 @@ def dry_run(config: Config, world_size: int) -> list[str]:
 
 
 def _count_images(config: Config) -> int:
-    if config.data.root and Path(config.data.root).exists():
+    if config.data.root:
         num_images = len(open_index(Path(config.data.root), config.data.train_split, progress=True))
     elif config.data.expected_images:
         num_images = config.data.expected_images
     else:
-        raise InputError(f"no set at data.root {config.data.root!r}, and data.expected_images is 0: give one of them")
+        raise InputError("data.root is not set, and data.expected_images is 0: give one of them")
     check_set_size(config, num_images)
     return num_images
 

@@ -9,6 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+_ROOT = Path(__file__).parents[1]
+
+
+def shipped_folder(name: str) -> Path:
+    """A folder that comes with the program: beside the packages in a checkout, inside `trainer` where it is installed."""
+    return next(folder for folder in (_ROOT / name, _ROOT / "trainer" / name) if folder.is_dir())
+
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:

@@ -5,6 +5,7 @@ Shapes: R = d*N views of this rank (view-major), S pixels a side, F features, k 
 
 from __future__ import annotations
 
+import difflib
 import logging
 from itertools import pairwise
 from typing import Any
@@ -101,7 +102,7 @@ def build_encoder(config: ModelConfig) -> Any:
     Raises InputError for a name that timm does not know and for a stem that the backbone has no place for.
     """
     if config.backbone not in timm.list_models():
-        near = timm.list_models(f"*{config.backbone.split('_')[0][:8]}*")[:5]
+        near = difflib.get_close_matches(config.backbone, timm.list_models(), 5)
         raise InputError(
             f"model.backbone is {config.backbone!r}: timm has no such model; near: {', '.join(near) or 'none'}"
         )

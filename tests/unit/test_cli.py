@@ -78,3 +78,28 @@ def test_bench_loader_tells_what_it_measured(
     assert len(result["windows"]) == 5
     assert {"torch", "python"} <= set(result["versions"])
     assert main(["bench", "loader"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pretrian"], "unknown command 'pretrian': did you mean pretrain?"),
+        (
+            ["pretrain", "--config", "demo_fashion_mnist", "--dry-run"],
+            "unknown option --dry-run: did you mean --dry_run?",
+        ),
+        (
+            ["pretrain", "--config", "demo_fashion_mnist", "--dry_run", "--data.root", "/no/such/set"],
+            "/no/such/set: no such folder",
+        ),
+        (
+            ["pretrain", "--config", "cifar10_rn18_wmse2_1000ep", "--dry_run", "--model.backbone", "resnet5"],
+            "timm has no such model; near: resnet50",
+        ),
+    ],
+)
+def test_mistakes_are_told_with_what_was_meant(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

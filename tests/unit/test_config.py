@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config, flatten, peak_learning_rate
-from trainer.config_load import load_config, save_config
+from trainer.config_load import load_config, load_settings, save_config
 from trainer.errors import InputError
 
 
@@ -159,3 +159,144 @@ def test_every_setting_has_a_docstring() -> None:
     helps = {action.dest: action.help for action in parser._actions}
     missing = [key for key in flatten(Config()) if not (helps[key] or "").strip(" .")]
     assert not missing
+
+
+# --- the same value for the same text, wherever it stands ---
+
+TEXTS = [
+    ("max_steps", "010", 10),
+    ("max_steps", "0x10", 16),
+    ("data.images_per_step", "02048", 2048),
+    ("run_dir", "20261128_01", "20261128_01"),
+    ("run_dir", "007", "007"),
+    ("run_dir", "1:30", "1:30"),
+    ("data.train_split", "no", "no"),
+    ("data.train_split", "1e3", "1e3"),
+    ("checkpoint.every_minutes", "1e1", 10.0),
+    ("checkpoint.every_minutes", "7", 7.0),
+    ("compile", "True", True),
+    ("views.crop_area", "[02e-1, 1]", (0.2, 1.0)),
+    ("max_steps", "1_000", None),
+    ("max_steps", "1:30", None),
+    ("max_steps", "1.0", None),
+    ("max_steps", "1e3", None),
+    ("checkpoint.every_minutes", "1:30", None),
+    ("compile", "no", None),
+    ("compile", "1", None),
+    ("views.hue", "0_0.1", None),
+    ("views.crop_area", "[0.1, 1_0]", None),
+    ("views.crop_area", "[0.1, 1, 1]", None),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "value"), TEXTS)
+@pytest.mark.parametrize("place", ["file", "quoted in the file", "command line"])
+def test_a_text_is_the_same_value_in_a_file_and_on_the_command_line(
+    tmp_path: Path, place: str, key: str, text: str, value: object
+) -> None:
+    if place == "quoted in the file" and text.startswith("["):
+        pytest.skip("a list in quotes is no list")
+    written = {"file": f"{key}: {text}", "quoted in the file": f"{key}: '{text}'", "command line": "device: cpu"}[place]
+    words = [f"--{key}={text}"] if place == "command line" else []
+    if value is None:
+        where = "command line" if words else str(tmp_path / "config.yaml")
+        assert f"{where}: {key} is '{text}': give " in problems(written, tmp_path, *words)
+    else:
+        found = flatten(load(written, tmp_path, *words))[key]
+        assert (found, type(found)) == (value, type(value))
+
+
+def test_no_environment_variable_changes_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    for name in ("SEED", "WMSE_SEED", "APP_SEED", "PYTEST_SEED", "__MAIN___SEED"):
+        monkeypatch.setenv(name, "7")
+    assert load("device: cpu", tmp_path).seed == 0
+
+
+def test_a_key_given_as_a_section_and_dotted_is_refused(tmp_path: Path) -> None:
+    assert "loss.eps stands twice" in problems("loss: {eps: 0.1}\nloss.eps: 0.2", tmp_path)
+    assert load("loss: {eps: 0.1}\nloss.iterations: 2", tmp_path).loss.iterations == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [1]\nb: &b [*a, *a]\nseed: 1", "aliases are not used in settings"),
+        ("seed: " + "[" * 3000, "more than 8 brackets"),
+        ("x: " * 3, "can't read config"),
+    ],
+)
+def test_files_without_end_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert message in problems(text, tmp_path)
+
+
+def test_brackets_without_end_on_the_command_line_are_refused(tmp_path: Path) -> None:
+    message = problems("device: cpu", tmp_path, "--views.crop_area=" + "[" * 3000)
+    assert "views.crop_area is '[[[" in message
+    assert len(message) < 300
+
+
+# --- several files, and where a value came from ---
+
+
+def test_later_files_override_earlier_ones_and_sources_say_so(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("seed: 1\nloss: {eps: 0.1, iterations: 2}\ndata: {images_per_step: 2048}")
+    second.write_text("loss: {eps: 0.2}\nmax_steps: 5")
+    config, sources = load_settings([first, second], ["--max_steps", "6"])
+    assert (config.seed, config.loss.eps, config.loss.iterations, config.max_steps) == (1, 0.2, 2, 6)
+    assert sources["seed"] == sources["loss.iterations"] == str(first)
+    assert sources["loss.eps"] == str(second)
+    assert (sources["max_steps"], sources["device"]) == ("command line", "default")
+    save_config(config, tmp_path / "saved.yaml", sources)
+    assert f"  eps: 0.2  # {second}" in (tmp_path / "saved.yaml").read_text().splitlines()
+    assert load_config(tmp_path / "saved.yaml", []) == config
+
+
+def test_problems_name_the_place_of_the_mistake(tmp_path: Path) -> None:
+    message = problems("sed: 1\nloss: {eps: x}", tmp_path, "--sede", "2", "--seed", "y")
+    file = tmp_path / "config.yaml"
+    for part in (
+        f"{file}: unknown setting sed:",
+        f"{file}: loss.eps is 'x'",
+        "line: unknown setting sede",
+        "line: seed is 'y'",
+    ):
+        assert part in message
+
+
+def test_a_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("imagenet_rn50_wmse4_100ep"), []).optimizer.epochs == 100
+    with pytest.raises(InputError, match="did you mean imagenet_rn50_wmse4_100ep"):
+        load_config(Path("imagenet_rn50_wmse4_100"), [])
+    Path("imagenet_rn50_wmse4_100ep").write_text("seed: 3")
+    assert load_config(Path("imagenet_rn50_wmse4_100ep"), []).seed == 3
+
+
+def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load("run_dir: ~/runs/a\ndata: {root: ~/data}", tmp_path, "--init_from=~")
+    assert (config.run_dir, config.data.root, config.init_from) == ("/home/me/runs/a", "/home/me/data", "/home/me")
+    assert load("run_dir: a/~", tmp_path).run_dir == "a/~"
+    assert "run_dir is '~nobody_here/x'" in problems("run_dir: ~nobody_here/x", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("batch_size", "data.images_per_step"),
+        ("data.batch-size", "data.images_per_step"),
+        ("weight_decay", "optimizer.weight_decay"),
+        ("num_workers", "data.threads"),
+        ("output_dir", "run_dir"),
+        ("arch", "model.backbone"),
+        ("run-dir", "run_dir"),
+        ("optimizer.epoch", "optimizer.epochs"),
+        ("slice_size", "loss.slice_size"),
+    ],
+)
+def test_the_fields_usual_names_lead_to_the_setting(tmp_path: Path, name: str, meant: str) -> None:
+    assert f"unknown setting {name}: did you mean {meant}?" in problems("device: cpu", tmp_path, f"--{name}", "1")
