@@ -224,6 +224,9 @@ class EvaluateConfig:
 
     images_per_batch: int = 256
     """Images a rank encodes at a time."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "fp32"
+    """In which the encoder computes the features that are measured, whatever it was trained in; auto: bf16 where the device
+    multiplies it fast, else fp32."""
     probe_epochs: int = 500
     """Epochs of the linear probe."""
     probe_batch_size: int = 1000
@@ -235,7 +238,8 @@ class EvaluateConfig:
     probe_weight_decay: float = 5e-6
     """L2 weight decay of the probe."""
     knn_k: int = 5
-    """Neighbours that vote; Euclidean distance on the features as they are, ties to the smallest label."""
+    """Neighbours that vote, at most as many as there are labelled training images; Euclidean distance on the features as
+    they are, ties to the smallest label."""
 
 
 @dataclass(frozen=True)
