@@ -172,9 +172,12 @@ class OptimizerConfig:
     epochs: int = 100
     """Length of the run."""
     warmup_epochs: float = 0.0
-    """Linear warm-up from 0, in epochs (give this or warmup_steps)."""
+    """Length of the linear warm-up, in epochs (give this or warmup_steps)."""
     warmup_steps: int = 0
-    """Linear warm-up from 0, in steps (give this or warmup_epochs)."""
+    """Length of the linear warm-up, in steps (give this or warmup_epochs)."""
+    warmup_from: Literal["zero", "first_step"] = "zero"
+    """Where the warm-up begins. zero: the first update has rate 0, the one after the warm-up the peak (SimCLR). first_step: the
+    rate is one update ahead of that, so that the last update of the warm-up has the peak (the W-MSE authors' code)."""
     schedule: Literal["cosine", "drops"] = "cosine"
     """cosine: half a cosine from the peak to 0 after the warm-up. drops: constant, then multiplied by drop_factor at
     each of drop_epochs_before_end."""
