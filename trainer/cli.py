@@ -267,6 +267,12 @@ def prepare(words: Words) -> int:
         help="make larger pictures so small, as JPEG: faster to read and decode, other pixels (default: all as they are)",
     )
     parser.add_argument("--quality", type=int, metavar="Q", help="of those JPEGs, 1 to 100 (default 90)")
+    parser.add_argument(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="take only the classes listed there, one folder's name a line (configs/imagenet100_classes.txt)",
+    )
     own = parser.parse_args(words)
     from trainer.data.prepare import Shrink
     from trainer.data.prepare import prepare as prepare_set
@@ -275,7 +281,7 @@ def prepare(words: Words) -> int:
         raise InputError("--quality is of pictures made smaller: give --max_side PIXELS, too")
     shrink = None if own.max_side is None else Shrink(own.max_side, 90 if own.quality is None else own.quality)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare_set(own.source, own.dest, shrink=shrink)
+    prepare_set(own.source, own.dest, shrink=shrink, classes=own.classes)
     return DONE
 
 

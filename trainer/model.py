@@ -132,8 +132,8 @@ class MeanPool(nn.Module):
 
 
 def _small_stem(encoder: Any, config: ModelConfig) -> None:
-    """The recipes' stems for small images: a 3x3 first convolution, with or without the max-pool. Its weights are torch's default
-    as in the authors' code (a standard deviation of 0.111), where timm's would be smaller (0.059)."""
+    """Put in the recipes' stem for small images: a 3x3 first convolution, with or without the max-pool. Its weights are
+    torch's default as in the authors' code (a standard deviation of 0.111), where timm's would be smaller (0.059)."""
     conv1 = getattr(encoder, "conv1", None)
     first = conv1[0] if isinstance(conv1, nn.Sequential) else conv1  # a deep stem has three convolutions
     if not isinstance(first, nn.Conv2d) or not hasattr(encoder, "maxpool"):

@@ -1,5 +1,6 @@
 """Every config is one experiment: held to the recipes' table, and each builds its model and takes a pass."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.conftest import ROOT
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config, flatten, peak_learning_rate
 from trainer.config_load import load_config
+from trainer.data.class_list import read_class_list
 from trainer.model import build_model
 from trainer.run_plan import plan_lines
 
@@ -48,13 +50,14 @@ STL = {
     "model.embedding_size": 128,
     "loss.slice_size": 256,
 }
-IMAGENET = {**STRONG, "views.order": "crop_first", "model.backbone": "resnet50", "model.stem": "imagenet", "model.zero_init_last": True,
+IMAGENET = {**STRONG, "views.order": "crop_first", "model.backbone": "resnet50",
+            "model.stem": "imagenet", "model.zero_init_last": True,
             "model.projector": "simclr", "model.projector_hidden": (2048, 2048), "model.embedding_size": 128,
             "model.encoder_batch_norm": "joint", "model.projector_batch_norm": "joint", "model.batch_norm_ranks": "all",
             "loss.slice_size": 256, "loss.iterations": 1, "data.images_per_step": 4096, "optimizer.name": "lars",
             "optimizer.momentum": 0.9, "optimizer.trust_coefficient": 1e-3, "optimizer.weight_decay": 1e-4,
-            "optimizer.warmup_epochs": 10, "optimizer.warmup_from": "zero", "optimizer.schedule": "cosine", "views.num_views": 4,
-            "views.mean": (0.0, 0.0, 0.0), "views.std": (1.0, 1.0, 1.0)}  # fmt: skip
+            "optimizer.warmup_epochs": 10, "optimizer.warmup_from": "zero", "optimizer.schedule": "cosine",
+            "views.num_views": 4, "views.mean": (0.0, 0.0, 0.0), "views.std": (1.0, 1.0, 1.0)}  # fmt: skip
 RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak rate, settings
     "cifar10_rn18": (3e-3, {**CIFAR, **scale((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))}),
     "cifar100_rn18": (3e-3, {**CIFAR, **scale((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}),
@@ -93,6 +96,14 @@ def test_config_is_the_recipe(path: Path) -> None:
         assert config.data.images_per_step * config.views.num_views == 1024
         four = recipe in ("stl10_rn18", "tiny_imagenet_rn18") and config.views.num_views == 2
         assert config.loss.iterations == (4 if four else 1)
+
+
+def test_the_classes_of_imagenet_100_are_a_hundred() -> None:
+    lines = (ROOT / "configs" / "imagenet100_classes.txt").read_text().splitlines()
+    names = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"n\d{8}", name) for name in names)
+    assert len(set(names)) == len(names) == 100
+    assert read_class_list(ROOT / "configs" / "imagenet100_classes.txt", sorted(names)) == sorted(names)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

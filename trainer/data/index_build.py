@@ -47,11 +47,13 @@ def find_class_names(root: Path, split: str) -> list[str]:
     return list_class_folders(train if train.is_dir() else root / split)
 
 
-def list_folder(root: Path, split: str) -> Listing:
-    """List ROOT/SPLIT/CLASS/**; hidden files and folders are ignored. Raises InputError naming path and expected layout."""
+def list_folder(root: Path, split: str, classes: Sequence[str] | None = None) -> Listing:
+    """List ROOT/SPLIT/CLASS/**; hidden files and folders are ignored. Raises InputError naming path and expected layout.
+
+    classes: the only ones to take, else all."""
     folder = root / split
-    class_names = find_class_names(root, split)
-    present = list_class_folders(folder)
+    class_names = find_class_names(root, split) if classes is None else list(classes)
+    present = [name for name in list_class_folders(folder) if classes is None or name in class_names]
     if set(present).isdisjoint(class_names):
         raise InputError(_explain_no_classes(folder, present, class_names))
     listing = Listing(
@@ -71,9 +73,13 @@ def list_folder(root: Path, split: str) -> Listing:
     return listing
 
 
-def build_folder(root: Path, split: str, progress: bool) -> tuple[IndexContent, list[str]]:
-    """Content of a folder's index, and notes for the user. Reads the first bytes of every file, in threads."""
-    listing = list_folder(root, split)
+def build_folder(
+    root: Path, split: str, progress: bool, classes: Sequence[str] | None = None
+) -> tuple[IndexContent, list[str]]:
+    """Content of a folder's index, and notes for the user. Reads the first bytes of every file, in threads.
+
+    classes: as for `list_folder`."""
+    listing = list_folder(root, split, classes)
     names = [f"{listing.class_names[label]}/{name}" for label, name in zip(listing.labels, listing.names, strict=True)]
     with ThreadPool(READ_THREADS) as pool:
         found = pool.imap(_inspect_file, (os.path.join(root, split, name) for name in names), chunksize=256)
