@@ -10,8 +10,10 @@ from trainer.config_load import load_config
 from trainer.data.index import open_index
 from trainer.describe import dry_run, estimate_memory, evaluation_warnings, without_effect
 from trainer.errors import InputError
+from trainer.loop import pretrain
 from trainer.model import Model
 from trainer.run_plan import plan_lines
+from trainer.signals import StopRequest
 
 
 def test_numbers_of_the_plan(tiny_config: Path) -> None:
@@ -73,6 +75,15 @@ def test_a_set_that_can_not_be_evaluated_later_is_said_at_the_start(
     assert bool(lines) == bool(said)
     assert said in "".join(lines)
     assert not list((tmp_path / "set" / ".wmse_index").glob("val*"))  # the test split is not indexed for this
+
+
+def test_a_run_warns_of_it_and_trains(
+    tiny_set: Path, tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
+    config = load_config(tiny_config, [*words, "--data.test_split", "nothing"])
+    assert pretrain(config, StopRequest()) == 0
+    assert "can't be evaluated on it: there is no split 'nothing'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "copies"), [("adam", 4), ("lars", 3)])
