@@ -65,6 +65,18 @@ class Faults:
     has made itself, since mapped files and shared pages come and go with other processes."""
 
 
+def save_unchecked(folder: Path, content: dict[str, Any]) -> Path:
+    """Write a checkpoint as it is, whatever its weights hold."""
+    import torch
+
+    from trainer.checkpoint import content_digest
+    from trainer.checkpoint_files import checkpoint_path
+
+    path = checkpoint_path(folder, content["step"])
+    torch.save({**content, "sha256": content_digest(content)}, path)
+    return path
+
+
 def install(faults: Faults) -> None:
     """Put the faults into this process's trainer."""
     rank = int(os.environ.get("RANK", 0))
@@ -251,7 +263,8 @@ class Started:
 
 
 def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:
-    """`wmse WORDS` in `ranks` processes that are struck by `faults`; outputs go to files in `folder`."""
+    """`wmse WORDS` in `ranks` processes that are struck by `faults`; outputs go to files in `folder`. {rank} in a word is
+    the number of the rank."""
     port = _free_port()
     started = []
     for rank in range(ranks):
@@ -259,7 +272,8 @@ def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = Non
         env = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in world.items()}} if ranks > 1 else {}
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"output-{time.monotonic_ns()}-{rank}.txt"
-        process = _context.Process(target=_main, args=([str(w) for w in words], env, faults or Faults(), str(log)))
+        own_words = [str(word).replace("{rank}", str(rank)) for word in words]
+        process = _context.Process(target=_main, args=(own_words, env, faults or Faults(), str(log)))
         process.start()
         started.append(Started(process, log))
     return started

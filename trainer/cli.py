@@ -273,6 +273,7 @@ def prepare(words: Words) -> int:
         metavar="FILE",
         help="take only the classes listed there, one folder's name a line (configs/imagenet100_classes.txt)",
     )
+    parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="only these (default: all that SOURCE has)")
     own = parser.parse_args(words)
     from trainer.data.prepare import Shrink
     from trainer.data.prepare import prepare as prepare_set
@@ -281,20 +282,36 @@ def prepare(words: Words) -> int:
         raise InputError("--quality is of pictures made smaller: give --max_side PIXELS, too")
     shrink = None if own.max_side is None else Shrink(own.max_side, 90 if own.quality is None else own.quality)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare_set(own.source, own.dest, shrink=shrink, classes=own.classes)
+    prepare_set(own.source, own.dest, splits=own.splits, shrink=shrink, classes=own.classes)
     return DONE
 
 
 def check_data(words: Words) -> int:
-    """Read every file of a set and name each bad one; exit code 1 if there is one."""
+    """Decode every image that training would read and name each that it can't; exit code 1 if there is one."""
     parser = _parser(check_data)
-    parser.add_argument("path", type=Path, metavar="PATH", help="prepared set, image folder, or any folder of pictures")
+    parser.add_argument("path", type=Path, metavar="PATH", help="prepared set, tar shards, image folder")
+    parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="only these (default: all)")
+    parser.add_argument(
+        "--max_image_pixels", type=int, metavar="N", help="largest image, as data.max_image_pixels of a config"
+    )
+    parser.add_argument("--max_classes", type=int, metavar="N", help="largest number of classes, as data.max_classes")
     own = parser.parse_args(words)
+    from trainer.config import DataConfig
     from trainer.data.check import check_data as check
 
-    report = check(own.path)
-    for name, problem in report.bad:
-        print(f"{name}: {problem}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    report = check(
+        own.path,
+        splits=own.splits,
+        progress=True,
+        limits=DataConfig(
+            max_image_pixels=own.max_image_pixels or DataConfig.max_image_pixels,
+            max_classes=own.max_classes or DataConfig.max_classes,
+        ),
+        say=lambda name, problem: print(f"{name}: {problem}", flush=True),
+    )
+    for line in (*report.splits, *(f"note: {note}" for note in report.notes)):
+        print(line)
     print(f"{report.checked} files, {len(report.bad)} bad, {report.converted} valid but unusual (converted when read)")
     return FAILED if report.bad else DONE
 

@@ -1,12 +1,10 @@
-"""Shows how far a long piece of work is, at which rate and for how much longer: a bar on a terminal, else a line a minute."""
+"""How far long work is: a bar on a terminal, a log line every minute elsewhere."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import TypeVar
 
 from rich.console import Console
@@ -14,38 +12,43 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 T = TypeVar("T")
-_LINE_SECONDS = 60.0
+_LOG_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
-def show_progress(
-    items: Iterable[T], total: int, title: str, unit: str, size: Callable[[T], int] = lambda item: 1
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0:.0f}/s")
+
+
+def with_progress(
+    items: Iterable[T], total: int, title: str, progress: bool = True, size: Callable[[T], int] = lambda item: 1
 ) -> Iterator[T]:
-    """Hand the items on. total: in units, of which an item counts size(item)."""
-    if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), _Rate(unit))
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    """Yield the same items, showing how many of `total` have been taken, their rate and the time that is left.
+
+    size: how many an item counts for."""
+    console = Console(stderr=True)
+    if not progress:
+        yield from items
+    elif console.is_terminal:
+        columns = (TextColumn(title), BarColumn(20), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
             task = bar.add_task(title, total=total)
             for item in items:
                 yield item
                 bar.advance(task, size(item))
-        return
+    else:
+        yield from _with_log_lines(items, total, title, size)
+
+
+def _with_log_lines(items: Iterable[T], total: int, title: str, size: Callable[[T], int]) -> Iterator[T]:
     began = said = time.monotonic()
-    done = 0
+    number = 0
     for item in items:
         yield item
-        done += size(item)
+        number += size(item)
         now = time.monotonic()
-        if now - said >= _LINE_SECONDS and done < total:
-            said, rate = now, done / (now - began)
-            left = timedelta(seconds=round((total - done) / rate))
-            _log.info("%s: %d of %d %s, %.1f %s/s, %s left", title, done, total, unit, rate, unit, left)
-
-
-class _Rate(ProgressColumn):
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.1f} {self._unit}/s" if task.speed else "")
+        if now - said >= _LOG_SECONDS:
+            said, rate = now, number / (now - began)
+            minutes = (total - number) / rate / 60
+            _log.info("%s: %d of %d, %.0f/s, %.0f minutes left", title, number, total, rate, minutes)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trainer import progress
-from trainer.progress import show_progress
+from trainer.progress import with_progress
 
 
 class Terminal(io.StringIO):
@@ -20,21 +20,23 @@ def test_a_terminal_shows_count_rate_and_time_left(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
-    assert list(show_progress([[1, 2], [3]], 3, "encode", "images", len)) == [[1, 2], [3]]
-    shown = terminal.getvalue()
-    assert "encode" in shown
-    assert "3/3" in shown
-    assert "images/s" in shown
-    assert "0:00:00" in shown
+    assert list(with_progress([[1, 2], [3]], 3, "encode images", size=len)) == [[1, 2], [3]]
+    for part in ("encode images", "3/3", "/s", "0:00:00"):
+        assert part in terminal.getvalue()
 
 
 def test_elsewhere_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    clock = iter(range(0, 10_000, 25))
+    clock = iter(range(0, 10_000, 30))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     with caplog.at_level(logging.INFO):
-        assert list(show_progress(range(8), 80, "probe", "epochs", lambda item: 10)) == list(range(8))
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [
-        "probe: 30 of 80 epochs, 0.4 epochs/s, 0:02:05 left",
-        "probe: 60 of 80 epochs, 0.4 epochs/s, 0:00:50 left",
+        assert list(with_progress(range(5), 500, "probe, epochs", size=lambda item: 100)) == list(range(5))
+    assert [record.getMessage() for record in caplog.records] == [
+        "probe, epochs: 200 of 500, 3/s, 2 minutes left",
+        "probe, epochs: 400 of 500, 3/s, 0 minutes left",
     ]
+
+
+def test_nothing_is_said_where_it_is_not_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert list(with_progress(range(3), 3, "x", False)) == [0, 1, 2]
+    assert not caplog.records

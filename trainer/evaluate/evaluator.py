@@ -129,7 +129,7 @@ def load_encoder_content(path: Path) -> dict[str, Any]:
     wrong = [name for name, value in weights.items() if not value.isfinite().all()]
     if wrong:
         raise InputError(
-            f"the encoder in {path} can't be measured: {len(wrong)} of its {len(weights)} tensors hold NaN or infinity (first: "
+            f"can't use checkpoint {path}: {len(wrong)} of the encoder's {len(weights)} tensors hold NaN or infinity (first: "
             f"{wrong[0]}); the training had failed by then, take an earlier one with --checkpoint STEP"
         )
     return content

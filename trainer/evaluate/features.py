@@ -25,7 +25,7 @@ from trainer.device import autocast_dtype
 from trainer.distributed import one_rank_a_node_first
 from trainer.errors import InputError
 from trainer.model import Model
-from trainer.progress import show_progress
+from trainer.progress import with_progress
 
 _log = logging.getLogger(__name__)
 _STATISTICS_BATCHES = 20  # from which an untrained encoder's BatchNorm statistics are estimated
@@ -87,11 +87,10 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
     index, labelled = split.index, split.labelled
     own = np.array_split(labelled, place.ranks.world_size)[place.ranks.rank]
     parts, used = [torch.zeros(0)], []
-    batches = _batches(index, own, place)
-    if place.ranks.is_first:
-        title = f"encode the split {split.name}"
-        batches = show_progress(batches, len(own), title, "images", lambda batch: len(batch[1]))
-    for pixels, asked, shown in batches:
+    batches, title = _batches(index, own, place), f"encode images of {split.name}"
+    for pixels, asked, shown in with_progress(
+        batches, len(own), title, place.ranks.is_first, lambda batch: len(batch[1])
+    ):
         with torch.inference_mode(), _in_precision(place):
             features = encode(pixels).float().cpu()
         right = asked == shown  # the loader puts another image in an unusable one's place: it must not count

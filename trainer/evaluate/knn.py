@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer.errors import InputError
 from trainer.evaluate.features import Features
-from trainer.progress import show_progress
+from trainer.progress import with_progress
 
 _CHUNK_ELEMENTS = 1 << 28  # of one block of distances: 1 GiB in float32
 
@@ -41,8 +41,7 @@ def knn_predict(
     labels = train_labels.to(device)
     rows = max(1, _CHUNK_ELEMENTS // len(bank))
     predicted = []
-    chunks = show_progress((test_x - centre).split(rows), len(test_x), f"{k}-nn", "images", len)
-    for chunk in chunks:
+    for chunk in with_progress((test_x - centre).split(rows), len(test_x), f"{k}-nn of images", size=len):
         distance = squares - 2 * chunk.to(device) @ bank.T  # less the chunk's own square, the same for a whole row
         nearest = distance.topk(k, largest=False).indices
         votes = torch.zeros(len(nearest), num_classes, dtype=torch.int64, device=device)

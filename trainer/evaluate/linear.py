@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from trainer.config import EvaluateConfig
 from trainer.evaluate.features import Features
-from trainer.progress import show_progress
+from trainer.progress import with_progress
 
 
 class Accuracy(NamedTuple):
@@ -37,7 +37,7 @@ def linear_probe(
     generator = torch.Generator().manual_seed(seed)
     weight, bias = _initial(x.shape[1], len(train.class_names), generator, device)
     optimizer = torch.optim.Adam([weight, bias], weight_decay=config.probe_weight_decay)
-    for epoch in show_progress(range(config.probe_epochs), config.probe_epochs, title, "epochs"):
+    for epoch in with_progress(range(config.probe_epochs), config.probe_epochs, f"{title}, epochs"):
         for group in optimizer.param_groups:
             group["lr"] = probe_rate(config, epoch)
         order = torch.randperm(len(x), generator=generator).to(device)
