@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainer.config_load import load_config
 from trainer.errors import InputError
 from trainer.evaluate import features
 from trainer.evaluate.features import Place
-from trainer.evaluate.splits import open_splits
+from trainer.evaluate.splits import open_splits, unusable_files
 
 
 def write_shard(path: Path, labels: list[int]) -> None:
@@ -92,3 +93,18 @@ def test_images_without_a_label_are_counted(tmp_path: Path, caplog: pytest.LogCa
     assert train.labelled.tolist() == [0, 2]
     assert "split train: 2 labelled images of 2 classes" in caplog.text
     assert "; 2 images without a label do not count" in caplog.text
+
+
+def test_files_that_were_never_indexed_are_counted(
+    tiny_set: Path, tmp_path: Path, tiny_config: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At every evaluation, not only at the first, which builds the index."""
+    shutil.copytree(tiny_set / "train", tmp_path / "set" / "train")
+    shutil.copytree(tiny_set / "val", tmp_path / "set" / "val")
+    next((tmp_path / "set" / "val" / "cats").iterdir()).write_bytes(b"no picture")
+    config = load_config(tiny_config, ["--data.root", str(tmp_path / "set")])
+    for _ in range(2):
+        caplog.clear()
+        train, test = open_splits(Place(config, Ranks(), torch.device("cpu")))
+        assert (len(test.labelled), unusable_files(train), unusable_files(test)) == (15, 0, 1)
+        assert "the split 'val' has 1 files that are no usable pictures and do not count" in caplog.text

@@ -34,7 +34,7 @@ from trainer.evaluate.features import (
 from trainer.evaluate.knn import check_neighbours, knn_top1
 from trainer.evaluate.linear import linear_probe, standardise
 from trainer.evaluate.results import Results, Source
-from trainer.evaluate.splits import classes_with_images, open_splits
+from trainer.evaluate.splits import classes_with_images, open_splits, unusable_files
 from trainer.model import Model, build_model
 
 _log = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class Evaluator:
             "train_images": len(train.x),
             "test_images": len(test.x),
             "left_out": train.left_out + test.left_out,
+            "unusable_files": unusable_files(train_split) + unusable_files(test_split),
             "classes": len(learnt),
             "classes_without_test_images": [test_split.class_names[n] for n in learnt if n not in tested],
             "classes_without_training_images": [test_split.class_names[n] for n in tested if n not in learnt],

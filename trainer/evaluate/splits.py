@@ -37,7 +37,7 @@ def open_splits(place: Place) -> tuple[Split, Split]:
     if place.ranks.is_first:
         for split in (train, test):
             _log.info("%s", _describe(split))
-        for line in _differences(train, test):
+        for line in _warnings(train, test):
             _log.warning("%s", line)
     return train, test
 
@@ -55,6 +55,12 @@ def classes_with_images(split: Split) -> list[int]:
     return np.unique(split.labels[split.labelled]).tolist()
 
 
+def unusable_files(split: Split) -> int:
+    """Files that were left out when the split was indexed or prepared: they are named in a list beside the index."""
+    listed = split.index.path.with_suffix(".bad.txt")
+    return len(listed.read_bytes().splitlines()) if listed.exists() else 0
+
+
 def _describe(split: Split) -> str:
     counts = np.unique(split.labels[split.labelled], return_counts=True)[1]
     unlabelled = len(split.labels) - counts.sum()
@@ -65,9 +71,14 @@ def _describe(split: Split) -> str:
     )
 
 
-def _differences(train: Split, test: Split) -> list[str]:
+def _warnings(train: Split, test: Split) -> list[str]:
     learnt, tested = classes_with_images(train), classes_with_images(test)
-    lines = []
+    lines = [
+        f"the split {split.name!r} has {count} files that are no usable pictures and do not count; "
+        f"{split.index.path.with_suffix('.bad.txt')} names them"
+        for split in (train, test)
+        if (count := unusable_files(split))
+    ]
     if untested := sorted(set(learnt) - set(tested)):
         lines.append(
             f"the split {test.name!r} has no image of {len(untested)} of the {len(learnt)} classes, which are not measured: "
