@@ -65,6 +65,18 @@ class Faults:
     has made itself, since mapped files and shared pages come and go with other processes."""
 
 
+def save_unchecked(folder: Path, content: dict[str, Any]) -> Path:
+    """Write a checkpoint as it is, whatever its weights hold."""
+    import torch
+
+    from trainer.checkpoint import content_digest
+    from trainer.checkpoint_files import checkpoint_path
+
+    path = checkpoint_path(folder, content["step"])
+    torch.save({**content, "sha256": content_digest(content)}, path)
+    return path
+
+
 def install(faults: Faults) -> None:
     """Put the faults into this process's trainer."""
     rank = int(os.environ.get("RANK", 0))

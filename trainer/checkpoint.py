@@ -214,10 +214,14 @@ def _strip(name: str) -> str:
 
 
 def load_encoder(model: nn.Module, path: Path) -> None:
-    """Put the encoder of another run's checkpoint into `model` (plain, not wrapped); the projector stays as it is.
+    """Put the encoder of another run's checkpoint into `model` (plain, not wrapped); the projector stays as it is."""
+    put_encoder(model, load_checkpoint(path)["model"], path)
+
+
+def put_encoder(model: nn.Module, state: dict[str, Any], path: Path) -> None:
+    """Put the encoder of a loaded checkpoint's model state into `model`. path: for messages.
 
     Raises InputError naming the tensors where the encoders differ."""
-    state = load_checkpoint(path)["model"]
     wanted = {name: value for name, value in model.state_dict().items() if name.startswith("encoder.")}
     given = {name: value for name, value in state.items() if name.startswith("encoder.")}
     wrong = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import os
@@ -207,6 +206,9 @@ def _evaluation(command: Callable[[Words], int], words: Words) -> int:
     parser.add_argument(
         "--poll_seconds", type=float, metavar="S", help="with --follow: time between two looks (default 20)"
     )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="a new file for the results (JSON), instead of files in DIR/eval"
+    )
     own, settings = _parse_with_settings(parser, words)
     measures = {"probe": ("linear",), "knn": ("knn",), "evaluate": ("linear", "knn")}[command.__name__]
     if own.follow is not None:
@@ -215,15 +217,15 @@ def _evaluation(command: Callable[[Words], int], words: Words) -> int:
         raise InputError("--poll_seconds is for --follow DIR: give that instead of --run_dir")
     from trainer.evaluate.run import run_evaluation
 
-    results = run_evaluation(own.run_dir, own.checkpoint or "last", settings, measures)
-    if results:  # the first rank's; the others have none
-        print(json.dumps(results, indent=1))
+    run_evaluation(own.run_dir, own.checkpoint or "last", settings, measures, own.out)
     return DONE
 
 
 def _follow(own: argparse.Namespace, settings: Words, measures: Words) -> int:
     if own.checkpoint is not None:
         raise InputError("--checkpoint is for --run_dir: --follow takes every checkpoint")
+    if own.out is not None:
+        raise InputError("--out is for --run_dir: --follow keeps its results in DIR/eval, where it looks for them")
     poll_seconds = 20.0 if own.poll_seconds is None else own.poll_seconds
     if not 0 < poll_seconds < math.inf:
         raise InputError(f"--poll_seconds is {poll_seconds:g}: give a time above 0")
@@ -283,6 +285,12 @@ def prepare(words: Words) -> int:
         help="make larger pictures so small, as JPEG: faster to read and decode, other pixels (default: all as they are)",
     )
     parser.add_argument("--quality", type=int, metavar="Q", help="of those JPEGs, 1 to 100 (default 90)")
+    parser.add_argument(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="take only the classes listed there, one folder's name a line (configs/imagenet100_classes.txt)",
+    )
     parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="only these (default: all that SOURCE has)")
     own = parser.parse_args(words)
     from trainer.data.prepare import Shrink
@@ -292,7 +300,7 @@ def prepare(words: Words) -> int:
         raise InputError("--quality is of pictures made smaller: give --max_side PIXELS, too")
     shrink = None if own.max_side is None else Shrink(own.max_side, 90 if own.quality is None else own.quality)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare_set(own.source, own.dest, splits=own.splits, shrink=shrink)
+    prepare_set(own.source, own.dest, splits=own.splits, shrink=shrink, classes=own.classes)
     return DONE
 
 

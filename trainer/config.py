@@ -177,9 +177,12 @@ class OptimizerConfig:
     epochs: int = 100
     """Length of the run."""
     warmup_epochs: float = 0.0
-    """Linear warm-up from 0, in epochs (give this or warmup_steps)."""
+    """Length of the linear warm-up, in epochs (give this or warmup_steps)."""
     warmup_steps: int = 0
-    """Linear warm-up from 0, in steps (give this or warmup_epochs)."""
+    """Length of the linear warm-up, in steps (give this or warmup_epochs)."""
+    warmup_from: Literal["zero", "first_step"] = "zero"
+    """Where the warm-up begins. zero: the first update has rate 0, the one after the warm-up the peak (SimCLR). first_step: the
+    rate is one update ahead of that, so that the last update of the warm-up has the peak (the W-MSE authors' code)."""
     schedule: Literal["cosine", "drops"] = "cosine"
     """cosine: half a cosine from the peak to 0 after the warm-up. drops: constant, then multiplied by drop_factor at
     each of drop_epochs_before_end."""
@@ -229,6 +232,9 @@ class EvaluateConfig:
 
     images_per_batch: int = 256
     """Images a rank encodes at a time."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "fp32"
+    """In which the encoder computes the features that are measured, whatever it was trained in; auto: bf16 where the device
+    multiplies it fast, else fp32."""
     probe_epochs: int = 500
     """Epochs of the linear probe."""
     probe_batch_size: int = 1000
@@ -240,7 +246,8 @@ class EvaluateConfig:
     probe_weight_decay: float = 5e-6
     """L2 weight decay of the probe."""
     knn_k: int = 5
-    """Neighbours that vote; Euclidean distance on the features as they are, ties to the smallest label."""
+    """Neighbours that vote, at most as many as there are labelled training images; Euclidean distance on the features as
+    they are, ties to the smallest label."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,9 @@ from trainer.cluster.cores import core_warnings, own_cores
 from trainer.cluster.ranks import launch_warnings
 from trainer.commit import git_commit
 from trainer.config import Config
-from trainer.data.index import open_index
+from trainer.data.index import Index, open_index
+from trainer.data.index_build import list_class_folders
+from trainer.data.shards import list_shards
 from trainer.device import autocast_dtype
 from trainer.errors import InputError
 from trainer.geometry import micro_batches
@@ -54,6 +57,7 @@ def describe_run(run: Run) -> None:
         *without_effect(run.config, run.ranks.world_size, run.device),
         *launch_warnings(run.ranks),
         *(core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda") if run.ranks.is_first else []),
+        *(evaluation_warnings(run.config, run.index) if run.ranks.is_first else []),
     ]:
         _log.warning(line)
     for line in plan_lines(run.config, len(run.index), run.ranks.world_size):
@@ -79,6 +83,35 @@ def without_effect(config: Config, world_size: int, device: torch.device) -> lis
             f"data.decoder_hint {list(hint)} has no effect: it is for a GPU's decoder, and takes both a width and a height"
         )
     return said
+
+
+def evaluation_warnings(config: Config, index: Index) -> list[str]:
+    """Why the linear probe and k-NN will refuse the set, as far as labels and the names of folders show it.
+
+    index: the training split. The others are not indexed for this, since that may take minutes."""
+    data = config.data
+    problems = [
+        _split_problem(Path(data.root).expanduser(), name, index) for name in {data.probe_split, data.test_split} - {""}
+    ]
+    if not data.probe_split:
+        labels = np.unique(index.labels[index.labels >= 0])
+        few = "images of one class only" if len(labels) else "no labels"
+        problems.append("" if len(labels) > 1 else f"the split {data.train_split!r} has {few}")
+    return [
+        f"the run trains on this set, but can't be evaluated on it: {problem} in {data.root}. The linear probe and k-NN need "
+        "two labelled splits, data.probe_split and data.test_split"
+        for problem in sorted(filter(None, problems))
+    ]
+
+
+def _split_problem(root: Path, name: str, index: Index) -> str:
+    if list_shards(root, name):
+        return ""
+    if not (root / name).is_dir():
+        return f"there is no split {name!r}"
+    if set(list_class_folders(root / name)).isdisjoint(index.class_names):
+        return f"the split {name!r} has no folder that is named like a class of the split {index.split!r}"
+    return ""
 
 
 def dry_run(config: Config, world_size: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from rich.console import Console
@@ -21,23 +21,32 @@ class _Rate(ProgressColumn):
         return Text(f"{task.finished_speed or task.speed or 0:.0f}/s")
 
 
-def with_progress(items: Iterable[T], total: int, title: str, progress: bool = True) -> Iterator[T]:
-    """Yield the same items, showing how many of `total` have been taken, their rate and the time that is left."""
+def with_progress(
+    items: Iterable[T], total: int, title: str, progress: bool = True, size: Callable[[T], int] = lambda item: 1
+) -> Iterator[T]:
+    """Yield the same items, showing how many of `total` have been taken, their rate and the time that is left.
+
+    size: how many an item counts for."""
     console = Console(stderr=True)
     if not progress:
         yield from items
     elif console.is_terminal:
         columns = (TextColumn(title), BarColumn(20), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
-            yield from bar.track(items, total)
+            task = bar.add_task(title, total=total)
+            for item in items:
+                yield item
+                bar.advance(task, size(item))
     else:
-        yield from _with_log_lines(items, total, title)
+        yield from _with_log_lines(items, total, title, size)
 
 
-def _with_log_lines(items: Iterable[T], total: int, title: str) -> Iterator[T]:
+def _with_log_lines(items: Iterable[T], total: int, title: str, size: Callable[[T], int]) -> Iterator[T]:
     began = said = time.monotonic()
-    for number, item in enumerate(items, 1):
+    number = 0
+    for item in items:
         yield item
+        number += size(item)
         now = time.monotonic()
         if now - said >= _LOG_SECONDS:
             said, rate = now, number / (now - began)

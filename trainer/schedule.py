@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from trainer.config import Config, peak_learning_rate
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up from 0, then half a cosine to 0, or a constant that drops."""
+    """Linear warm-up, then half a cosine to 0, or a constant that drops."""
 
     peak: float
     """Rate after the warm-up."""
@@ -19,11 +20,12 @@ class Schedule:
     drop_steps: tuple[int, ...] | None
     """Steps from which on the rate is multiplied once more by drop_factor; None: cosine."""
     drop_factor: float
+    warmup_from: Literal["zero", "first_step"] = "zero"
 
     def learning_rate(self, step: int) -> float:
         """The rate of the update that step `step` (from 0) makes."""
         if step < self.warmup_steps:
-            return self.peak * step / self.warmup_steps
+            return self.peak * (step + (self.warmup_from == "first_step")) / self.warmup_steps
         if self.drop_steps is None:
             done = (step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
             return self.peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
@@ -78,4 +80,5 @@ def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
         warmup_steps=o.warmup_steps or round(o.warmup_epochs * steps_per_epoch),
         drop_steps=drops if o.schedule == "drops" else None,
         drop_factor=o.drop_factor,
+        warmup_from=o.warmup_from,
     )

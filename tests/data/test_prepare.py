@@ -258,6 +258,56 @@ def test_demo_set() -> None:
     assert "Zalando SE" in (DEMO_DATA / "LICENSE-fashion-mnist.txt").read_text()
 
 
+def test_only_the_listed_classes_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of every split, in the order of the folders; a line may go on behind the class, and lines may be comments."""
+    names = ("ant", "bee", "cat", "great white")
+    files = {f"{split}/{name}/{i}.jpg": JPEG for split in ("train", "val") for name in names for i in range(2)}
+    source = make_folder(tmp_path / "source", files)
+    listed = tmp_path / "list.txt"
+    listed.write_text("# two of four\ngreat white\n\ncat  Felis catus # a comment\n")
+    prepare(str(source), tmp_path / "dest", classes=listed, progress=False)
+    for split in ("train", "val"):
+        index = open_index(tmp_path / "dest", split)
+        assert index.class_names == ["cat", "great white"]
+        assert np.bincount(index.labels).tolist() == [2, 2]
+    assert json.loads((tmp_path / "dest/dataset.json").read_text())["class_names"] == ["cat", "great white"]
+    assert "left out" not in caplog.text  # as oddities of the folder are said to be
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cat\nlion\n", r"list.txt, line 2: the set has no class 'lion'; its 2 classes begin with cat, dog"),
+        ("cat\n# x\ncat again\n", r"list.txt, line 3: the class 'cat' is in line 1 already"),
+        ("# nothing\n", "list.txt: lists no class"),
+        (None, "list.txt: can't be read as a list of classes: No such file"),
+    ],
+)
+def test_a_list_of_classes_that_does_not_fit_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    source = source_folder(tmp_path / "source")
+    if text is not None:
+        (tmp_path / "list.txt").write_text(text)
+    with pytest.raises(InputError, match=message):
+        prepare(str(source), tmp_path / "dest", classes=tmp_path / "list.txt", progress=False)
+    assert not (tmp_path / "dest").exists()
+
+
+def test_a_split_without_a_listed_class_is_refused_not_taken_whole(tmp_path: Path) -> None:
+    """ImageNet's own test split: files without classes, which belong to no class of the list."""
+    source = make_folder(source_folder(tmp_path / "source"), {"test/t.jpg": JPEG})
+    (tmp_path / "list.txt").write_text("dog\n")
+    with pytest.raises(InputError, match=r"test: has no folder of the listed classes.*--splits"):
+        prepare(str(source), tmp_path / "dest", classes=tmp_path / "list.txt", progress=False)
+    options = {"classes": tmp_path / "list.txt", "splits": ["train", "val"], "progress": False}
+    prepare(str(source), tmp_path / "dest", **options)
+    assert len(open_index(tmp_path / "dest", "train")) == 4
+
+
+def test_a_list_of_classes_is_for_folders(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--classes is for image folders, not for cifar10"):
+        prepare("cifar10", tmp_path / "dest", classes=tmp_path / "list.txt", progress=False)
+
+
 # --- what an hour of work is not lost by ---
 
 

@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import write_images
 from trainer.config_load import load_config
-from trainer.describe import dry_run, estimate_memory, without_effect
+from trainer.data.index import open_index
+from trainer.describe import dry_run, estimate_memory, evaluation_warnings, without_effect
 from trainer.errors import InputError
+from trainer.loop import pretrain
 from trainer.model import Model
 from trainer.run_plan import plan_lines
+from trainer.signals import StopRequest
 
 
 def test_numbers_of_the_plan(tiny_config: Path) -> None:
@@ -47,6 +51,39 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
     assert "schedule is cosine, whose rate never drops" in without_effect(dense, 1, cpu)[0]
     hint = load_config(tiny_config, ["--data.decoder_hint", "[5000,0]"])
     assert "takes both a width and a height" in without_effect(hint, 1, torch.device("cuda"))[0]
+
+
+@pytest.mark.parametrize(
+    ("folders", "words", "said"),
+    [
+        (["train/a", "train/b", "val/a"], [], ""),
+        (["train/a", "train/b"], [], "there is no split 'val'"),
+        (["train/a", "train/b"], ["--data.test_split", "train"], ""),
+        (["train/a", "train/b", "val/images"], [], "the split 'val' has no folder that is named like a class"),
+        (["train/images", "val/images"], [], "the split 'train' has images of one class only"),
+        (["train/images", "val/a"], ["--data.probe_split", "labelled"], "there is no split 'labelled'"),
+    ],
+)
+def test_a_set_that_can_not_be_evaluated_later_is_said_at_the_start(
+    folders: list[str], words: list[str], said: str, tmp_path: Path, tiny_config: Path
+) -> None:
+    for number, folder in enumerate(folders):
+        write_images(tmp_path / "set" / folder, 2, seed=number)
+    config = load_config(tiny_config, ["--data.root", str(tmp_path / "set"), *words])
+    index = open_index(tmp_path / "set", "train")
+    lines = evaluation_warnings(config, index)
+    assert bool(lines) == bool(said)
+    assert said in "".join(lines)
+    assert not list((tmp_path / "set" / ".wmse_index").glob("val*"))  # the test split is not indexed for this
+
+
+def test_a_run_warns_of_it_and_trains(
+    tiny_set: Path, tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
+    config = load_config(tiny_config, [*words, "--data.test_split", "nothing"])
+    assert pretrain(config, StopRequest()) == 0
+    assert "can't be evaluated on it: there is no split 'nothing'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "copies"), [("adam", 4), ("lars", 3)])

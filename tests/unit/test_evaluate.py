@@ -15,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 from tests.conftest import TINY
+from tests.faults import save_unchecked
 from trainer.checkpoint import load_checkpoint
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
@@ -137,8 +138,8 @@ def test_images_that_cannot_be_read_are_left_out_not_replaced(tiny_set, tmp_path
 def relabelled(monkeypatch, change) -> None:
     """What `features` opens has other labels."""
 
-    def opened(root: Path, split: str) -> Index:
-        index = open_index(root, split)
+    def opened(root: Path, split: str, **options: bool) -> Index:
+        index = open_index(root, split, **options)
         index.labels = change(np.array(index.labels))
         return index
 
@@ -154,7 +155,7 @@ def test_images_without_a_label_do_not_count(place, monkeypatch):
     assert rest.labels.tolist() == whole.labels[kept].tolist()
     assert rest.left_out == 0
     relabelled(monkeypatch, lambda labels: labels * 0 - 1)
-    with pytest.raises(InputError, match=r"'val' in .* has no labelled images"):
+    with pytest.raises(InputError, match=r"'val' in .* has no labelled images, which the linear probe and k-NN need"):
         extract(raw_pixels, open_split("val", place), place)
 
 
@@ -194,18 +195,43 @@ def test_more_ranks_than_images_are_refused(place, monkeypatch):
 # --- a whole evaluation ---
 
 
-def test_results_are_complete_and_on_disk(run_dir):
+def test_results_are_complete_and_on_disk(run_dir, tiny_set, capsys):
     before = {file: file.read_bytes() for file in (run_dir / "checkpoints").iterdir()}
     results = run_evaluation(run_dir, "last", [], BOTH)
-    assert set(results) == set(BOTH)
+    assert json.loads(capsys.readouterr().out) == results
+    checkpoint = run_dir / "checkpoints" / "step_00000002.pt"
+    about = {
+        "checkpoint": "2",
+        "step": 2,
+        "checkpoint_path": str(checkpoint),
+        "checkpoint_sha256": load_checkpoint(checkpoint)["sha256"],
+        "checkpoint_of_this_run": True,
+        "data_root": str(tiny_set),
+        "train_split": "train",
+        "test_split": "val",
+        "train_fingerprint": open_index(tiny_set, "train").fingerprint,
+        "test_fingerprint": open_index(tiny_set, "val").fingerprint,
+        "train_images": 48,
+        "test_images": 16,
+        "left_out": 0,
+        "classes": 2,
+        "classes_without_test_images": [],
+        "precision": "float32",
+    }
     for measure, keys in (("linear", {"top5", "standardised_top1", "protocol"}), ("knn", {"k", "metric", "vote"})):
         assert json.loads((run_dir / "eval" / f"{measure}_2.json").read_text()) == results[measure]
-        assert {"top1", "features", "train_images", "test_images", "left_out", "commit"} | keys <= set(results[measure])
-        assert (results[measure]["train_images"], results[measure]["test_images"]) == (48, 16)
+        assert {"top1", "features", "commit", "time"} | keys <= set(results[measure])
+        assert {key: results[measure][key] for key in about} == about
         assert 0 <= results[measure]["top1"] <= 100
+    assert results["linear"]["settings"]["evaluate.probe_epochs"] == 5
     assert results["linear"]["top5"] == 100  # of two classes
     assert before == {file: file.read_bytes() for file in (run_dir / "checkpoints").iterdir()}
-    assert run_evaluation(run_dir, "2", [], BOTH) == results
+    again = run_evaluation(run_dir, "2", [], BOTH)
+    assert without_time(again) == without_time(results)
+
+
+def without_time(results):
+    return {measure: {**result, "time": ""} for measure, result in results.items()}
 
 
 def test_the_checkpoint_and_the_untrained_encoder_are_told_apart(run_dir, tiny_set, tmp_path):
@@ -255,16 +281,41 @@ def test_what_is_missing_is_named(run_dir, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(run_dir):
-    with pytest.raises(InputError, match=r"is not that of .*config.yaml"):
+    with pytest.raises(InputError) as error:
         run_evaluation(run_dir, "last", ["--model.stem", "small", "--model.backbone", "resnet18"], BOTH)
+    assert "model.backbone is resnet18, but" in str(error.value)
+    assert "was trained with test_resnet" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_splits_of_other_classes_are_refused(run_dir, monkeypatch):
-    def opened(root: Path, split: str) -> Index:
-        index = open_index(root, split)
-        index.class_names = ["dogs"] if split == "val" else index.class_names
-        return index
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, value):
+    content = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")
+    content["model"]["encoder.bn1.running_var"][3] = value
+    with pytest.raises(InputError, match=r"can't use checkpoint .*encoder\.bn1\.running_var"):
+        run_evaluation(run_dir, str(save_unchecked(tmp_path, content)), [], BOTH)
 
-    monkeypatch.setattr(features, "open_index", opened)
-    with pytest.raises(InputError, match="same classes: cats"):
-        run_evaluation(run_dir, "last", [], BOTH)
+
+def test_features_that_are_not_finite_are_refused(place):
+    def encode(pixels):
+        features = raw_pixels(pixels)
+        features[5] = float("inf")
+        return features
+
+    with pytest.raises(InputError, match=r"features of 1 of 16 images of the split 'val' hold NaN .*first: cats/"):
+        extract(encode, open_split("val", place), place)
+
+
+def test_features_are_float32_unless_told_otherwise(place, model, tiny_set, tmp_path):
+    """Whatever the run trains in; on a GPU torch's default for convolutions would be TF32."""
+    seen = []
+
+    def encode(pixels):
+        x = model.eval().encoder(model.scale(pixels))
+        seen.append((x.dtype, torch.backends.cudnn.conv.fp32_precision))
+        return x
+
+    for words, dtype in ((["--precision", "bf16"], torch.float32), (["--evaluate.precision", "bf16"], torch.bfloat16)):
+        other = replace(place, config=config_of(tmp_path, tiny_set, *words))
+        extract(encode, open_split("val", other), other)
+        assert seen.pop() == (dtype, "ieee")

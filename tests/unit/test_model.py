@@ -92,6 +92,15 @@ def test_unknown_backbone_names_near_ones() -> None:
         build_encoder(replace(TINY, backbone="resnet51"))
 
 
+@pytest.mark.parametrize("stem", ["small", "small_pool"])
+def test_small_stems_start_as_the_authors_do(stem: str) -> None:
+    """Uniform between plus and minus 1 / sqrt(27), torch's default for 3x3x3 inputs."""
+    torch.manual_seed(0)
+    weight = build_encoder(replace(TINY, backbone="resnet18", stem=stem)).conv1.weight
+    assert weight.std().item() == pytest.approx(1 / 9, rel=0.05)
+    assert 0.98 / 27**0.5 < weight.abs().max().item() <= 1 / 27**0.5
+
+
 def test_stem_of_a_backbone_that_has_none() -> None:
     with pytest.raises(InputError, match="set it to imagenet"):
         build_encoder(replace(TINY, backbone="test_vit", stem="small"))

@@ -1,5 +1,6 @@
 """Every config is one experiment: held to the recipes' table, and each builds its model and takes a pass."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,21 @@ from tests.conftest import ROOT
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config, flatten, peak_learning_rate
 from trainer.config_load import load_config
+from trainer.data.class_list import read_class_list
 from trainer.model import build_model
 from trainer.run_plan import plan_lines
+
+
+def scale(mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
+    return {"views.mean": mean, "views.std": std}
+
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SMALL = {  # CIFAR, STL-10, Tiny ImageNet: what they share
     "model.backbone": "resnet18", "model.zero_init_last": False, "model.projector": "mlp", "model.projector_hidden": (1024,),
     "model.encoder_batch_norm": "per_view", "model.projector_batch_norm": "joint",
     "optimizer.name": "adam", "optimizer.weight_decay": 1e-6, "optimizer.warmup_steps": 500,
+    "optimizer.warmup_from": "first_step", "views.order": "color_first",
     "optimizer.schedule": "drops", "optimizer.drop_epochs_before_end": (50, 25), "optimizer.drop_factor": 0.2,
     "checkpoint.keep_every_epochs": 20, "checkpoint.keep_every_epochs_after_drop": 5,
     "views.interpolation": "bicubic", "views.flip_probability": 0.5, "views.color_probability": 0.8,
@@ -25,12 +33,12 @@ SMALL = {  # CIFAR, STL-10, Tiny ImageNet: what they share
 }  # fmt: skip
 WEAK = {
     "views.crop_area": (0.2, 1.0), "views.brightness": 0.4, "views.contrast": 0.4, "views.saturation": 0.4,
-    "views.hue": 0.1, "views.gray_probability": 0.1, "views.blur_probability": 0.0, "views.order": "color_first",
+    "views.hue": 0.1, "views.gray_probability": 0.1, "views.blur_probability": 0.0,
 }  # fmt: skip
 STRONG = {
     "views.crop_area": (0.08, 1.0), "views.brightness": 0.8, "views.contrast": 0.8, "views.saturation": 0.8,
     "views.hue": 0.2, "views.gray_probability": 0.2, "views.blur_probability": 0.5, "views.blur_sigma": (0.1, 2.0),
-    "views.blur_window": 23, "views.order": "crop_first", "views.side": 224, "views.test_resize": 256,
+    "views.blur_window": 23, "views.side": 224, "views.test_resize": 256,
 }  # fmt: skip
 CIFAR = {**SMALL, **WEAK, "model.stem": "small", "views.side": 32, "optimizer.epochs": 1000,
          "model.embedding_size": 64, "loss.slice_size": 128}  # fmt: skip
@@ -42,20 +50,23 @@ STL = {
     "model.embedding_size": 128,
     "loss.slice_size": 256,
 }
-IMAGENET = {**STRONG, "model.backbone": "resnet50", "model.stem": "imagenet", "model.zero_init_last": True,
+IMAGENET = {**STRONG, "views.order": "crop_first", "model.backbone": "resnet50",
+            "model.stem": "imagenet", "model.zero_init_last": True,
             "model.projector": "simclr", "model.projector_hidden": (2048, 2048), "model.embedding_size": 128,
             "model.encoder_batch_norm": "joint", "model.projector_batch_norm": "joint", "model.batch_norm_ranks": "all",
             "loss.slice_size": 256, "loss.iterations": 1, "data.images_per_step": 4096, "optimizer.name": "lars",
             "optimizer.momentum": 0.9, "optimizer.trust_coefficient": 1e-3, "optimizer.weight_decay": 1e-4,
-            "optimizer.warmup_epochs": 10, "optimizer.schedule": "cosine", "views.num_views": 4,
-            "views.mean": (0.0, 0.0, 0.0), "views.std": (1.0, 1.0, 1.0)}  # fmt: skip
+            "optimizer.warmup_epochs": 10, "optimizer.warmup_from": "zero", "optimizer.schedule": "cosine",
+            "views.num_views": 4, "views.mean": (0.0, 0.0, 0.0), "views.std": (1.0, 1.0, 1.0)}  # fmt: skip
 RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak rate, settings
-    "cifar10_rn18": (3e-3, CIFAR),
-    "cifar100_rn18": (3e-3, CIFAR),
-    "stl10_rn18": (2e-3, {**STL, "optimizer.epochs": 2000}),
-    "tiny_imagenet_rn18": (2e-3, {**STL, "optimizer.epochs": 1000}),
+    "cifar10_rn18": (3e-3, {**CIFAR, **scale((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))}),
+    "cifar100_rn18": (3e-3, {**CIFAR, **scale((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}),
+    "stl10_rn18": (2e-3, {**STL, "optimizer.epochs": 2000, **scale((0.43, 0.42, 0.39), (0.27, 0.26, 0.27))}),
+    "tiny_imagenet_rn18": (2e-3, {**STL, "optimizer.epochs": 1000, **scale((0.480, 0.448, 0.398), (0.277, 0.269, 0.282))}),
     "imagenet100_rn18": (2e-3, {**SMALL, **STRONG, "model.stem": "imagenet", "model.embedding_size": 128,
-                                "loss.slice_size": 256, "loss.iterations": 1, "optimizer.epochs": 240}),
+                                "loss.slice_size": 256, "loss.iterations": 1, "optimizer.epochs": 240,
+                                "data.expected_images": 126689,
+                                **scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}),
     "imagenet_rn50": (6.4, IMAGENET),
 }  # fmt: skip
 
@@ -85,6 +96,14 @@ def test_config_is_the_recipe(path: Path) -> None:
         assert config.data.images_per_step * config.views.num_views == 1024
         four = recipe in ("stl10_rn18", "tiny_imagenet_rn18") and config.views.num_views == 2
         assert config.loss.iterations == (4 if four else 1)
+
+
+def test_the_classes_of_imagenet_100_are_a_hundred() -> None:
+    lines = (ROOT / "configs" / "imagenet100_classes.txt").read_text().splitlines()
+    names = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"n\d{8}", name) for name in names)
+    assert len(set(names)) == len(names) == 100
+    assert read_class_list(ROOT / "configs" / "imagenet100_classes.txt", sorted(names)) == sorted(names)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

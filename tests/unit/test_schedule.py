@@ -21,6 +21,14 @@ def test_warm_up_is_linear_from_zero() -> None:
     assert s.learning_rate(20) == 2.0
 
 
+def test_warm_up_may_begin_at_the_first_step() -> None:
+    """Rate times (i + 1) / 500 for update i, as the authors' code has it."""
+    rates = {"zero": [0, 6e-6, 2.994e-3, 3e-3], "first_step": [6e-6, 1.2e-5, 3e-3, 3e-3]}
+    for start, expected in rates.items():
+        s = schedule(epochs=1000, schedule="drops", warmup_steps=500, learning_rate=3e-3, warmup_from=start)
+        assert [s.learning_rate(step) for step in (0, 1, 499, 500)] == pytest.approx(expected, rel=1e-12)
+
+
 def test_cosine_goes_from_the_peak_to_zero() -> None:
     s = schedule(epochs=10, warmup_steps=20)
     assert s.learning_rate(60) == pytest.approx(1.0)

@@ -68,12 +68,20 @@ def find_class_names(root: Path, split: str) -> list[str]:
     return names or list_class_folders(root / split)
 
 
-def list_folder(root: Path, split: str) -> Listing:
+def list_folder(root: Path, split: str, classes: Sequence[str] | None = None) -> Listing:
     """List ROOT/SPLIT/CLASS/**, or everything below ROOT/SPLIT without labels where no folder in it is a class. Hidden files
-    and folders are ignored. Raises InputError naming path and expected layout where there is nothing."""
+    and folders are ignored. Raises InputError naming path and expected layout where there is nothing.
+
+    classes: the only ones to take, else all."""
     folder = root / split
-    class_names = find_class_names(root, split)
+    class_names = find_class_names(root, split) if classes is None else list(classes)
     entries = _list_entries(folder)
+    if classes is not None:
+        entries = entries._replace(folders=[name for name in entries.folders if name in classes])
+        if not entries.folders:
+            raise InputError(
+                f"{folder}: has no folder of the listed classes; leave it out: name the other splits with --splits"
+            )
     listing = Listing([], [], class_names, [("", folder.stat().st_mtime_ns)], [])
     if set(entries.folders).isdisjoint(class_names):
         listing.folders.clear()  # its own time comes with those of the folders in it
@@ -93,9 +101,13 @@ def list_folder(root: Path, split: str) -> Listing:
     return listing
 
 
-def build_folder(root: Path, split: str, progress: bool) -> tuple[IndexContent, list[str]]:
-    """Content of a folder's index, and notes for the user. Reads the first bytes of every file, in threads."""
-    listing = list_folder(root, split)
+def build_folder(
+    root: Path, split: str, progress: bool, classes: Sequence[str] | None = None
+) -> tuple[IndexContent, list[str]]:
+    """Content of a folder's index, and notes for the user. Reads the first bytes of every file, in threads.
+
+    classes: as for `list_folder`."""
+    listing = list_folder(root, split, classes)
     names = [
         file_name(listing.class_names, label, name) for label, name in zip(listing.labels, listing.names, strict=True)
     ]

@@ -22,9 +22,17 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from trainer.data.class_list import read_class_list
 from trainer.data.formats import decode_rgb, inspect_image, to_direct
 from trainer.data.index import Index, user_cache
-from trainer.data.index_build import LAYOUT, READ_THREADS, build_folder, list_class_folders, log_left_out
+from trainer.data.index_build import (
+    LAYOUT,
+    READ_THREADS,
+    build_folder,
+    find_class_names,
+    list_class_folders,
+    log_left_out,
+)
 from trainer.data.index_file import IndexContent, write_index
 from trainer.data.sets import SETS, ArraySplit, load_split
 from trainer.data.shards import build_shards, list_shards
@@ -64,15 +72,17 @@ def prepare(
     max_images: Mapping[str, int] | None = None,
     images_per_shard: int = 10_000,
     shrink: Shrink | None = None,
+    classes: Path | None = None,
     download_dir: Path | None = None,
     progress: bool = True,
 ) -> None:
     """Write SOURCE, an image folder (ROOT/SPLIT/CLASS/IMAGE) or a name in `sets.SETS`, as a prepared set to DEST.
 
     splits: which to take, else all. max_images: at most so many of a split, spread evenly over its classes. shrink: what is
-    done to large pictures; None: all are stored byte for byte. DEST must be missing or empty and appears only when complete;
-    a start that was ended goes on with the splits that it had completed. Bad files are named in SPLIT.bad.txt. Raises
-    InputError, before anything is written where the sizes, splits or folders can't be right.
+    done to large pictures; None: all are stored byte for byte. classes: a list (`class_list`) of the only classes of an image
+    folder to take. DEST must be missing or empty and appears only when complete; a start that was ended goes on with the
+    splits that it had completed. Bad files are named in SPLIT.bad.txt. Raises InputError, before anything is written where
+    the sizes, splits or folders can't be right.
     """
     dest = dest.expanduser().absolute()
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
@@ -83,6 +93,8 @@ def prepare(
         )
     if images_per_shard < 1:
         raise InputError(f"images_per_shard is {images_per_shard}, must be at least 1")
+    if classes is not None and source in SETS:
+        raise InputError(f"--classes is for image folders, not for {source}, whose classes are all taken")
     available = _list_splits(source)
     splits = list(splits) if splits else available
     if unknown := sorted({*splits, *(max_images or {})} - set(available)):
@@ -91,7 +103,7 @@ def prepare(
         sources = {}
         for split in splits:
             download_to = download_dir or user_cache() / "downloads"
-            sources[split] = _open_source(source, split, partial, download_to, progress)
+            sources[split] = _open_source(source, split, partial, download_to, classes, progress)
         class_names = _agree(source, {split: images.class_names for split, (images, _) in sources.items()})
         counts = {}
         for split, (images, bad) in sources.items():
@@ -180,14 +192,15 @@ def _list_splits(source: str) -> list[str]:
 
 
 def _open_source(
-    source: str, split: str, partial: Path, download_dir: Path, progress: bool
+    source: str, split: str, partial: Path, download_dir: Path, classes: Path | None, progress: bool
 ) -> tuple[Index | ArraySplit, list[tuple[str, str]]]:
     """The images, and (name, problem) of the files that are none."""
     if source in SETS:
         download_dir.mkdir(parents=True, exist_ok=True)
         return load_split(source, split, download_dir), []
     root = Path(source).expanduser()
-    content, notes = build_folder(root, split, progress)
+    listed = None if classes is None else read_class_list(classes, find_class_names(root, split))
+    content, notes = build_folder(root, split, progress, listed)
     for note in notes:
         _log.warning("%s", note)
     path = partial / SOURCE_INDEX / f"{split}.index"

@@ -1,8 +1,7 @@
-"""The evaluator of a run: takes its encoders one after the other, measures them, and writes DIR/eval/*.json."""
+"""The evaluator of a run: takes its encoders one after the other and measures them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import choose_checkpoint, load_checkpoint
+import torch
+
+from trainer.checkpoint import choose_checkpoint, load_checkpoint, put_encoder
 from trainer.cluster.ranks import Ranks
 from trainer.commit import git_commit
 from trainer.config import Config
+from trainer.config_changes import plain_settings
 from trainer.config_load import load_config
 from trainer.device import choose_device
 from trainer.errors import InputError
@@ -23,66 +25,71 @@ from trainer.evaluate.features import (
     Features,
     Place,
     Split,
+    encoding_dtype,
     extract,
-    open_split,
     raw_pixels,
     trained_encoder,
     untrained_encoder,
 )
-from trainer.evaluate.knn import knn_top1
+from trainer.evaluate.knn import check_neighbours, knn_top1
 from trainer.evaluate.linear import linear_probe, standardise
-from trainer.files import write_text
+from trainer.evaluate.results import Results, Source
+from trainer.evaluate.splits import classes_with_images, open_splits, unusable_files
 from trainer.model import Model, build_model
 
 _log = logging.getLogger(__name__)
+_PRECISIONS = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast"}
 
 
 class Evaluator:
     """Measures encoders of one run. Model, indices and labels are made once, however many checkpoints are measured."""
 
-    def __init__(self, run_dir: Path, settings: Sequence[str], ranks: Ranks) -> None:
-        if not (run_dir / "config.yaml").exists():
+    def __init__(self, run_dir: Path, settings: Sequence[str], ranks: Ranks, out: Path | None = None) -> None:
+        """settings: command-line words over the run's config. out: a file that results go to, instead of RUN_DIR/eval."""
+        own = run_dir / "config.yaml"
+        if not own.exists():
             raise InputError(f"{run_dir} is no run folder: it has no config.yaml")
         self._run_dir = run_dir
-        self.config = load_config(run_dir / "config.yaml", settings)
+        self.config = load_config(own, settings)
+        self.results = Results(run_dir, load_config(own, []), self.config, out)
         self.place = Place(self.config, ranks, choose_device(self.config, ranks))
 
     @cached_property
     def splits(self) -> tuple[Split, Split]:
         """What the probe and k-NN learn from, and what they are tested on."""
-        data = self.config.data
-        train = open_split(data.probe_split or data.train_split, self.place)
-        test = open_split(data.test_split, self.place)
-        _check_classes(train.index.class_names, test.index.class_names)
-        return train, test
+        return open_splits(self.place)
+
+    def check(self, measures: Sequence[str]) -> None:
+        """Open the splits. Every rank calls this. Raises InputError where they don't allow the measures."""
+        train, _ = self.splits
+        if "knn" in measures:
+            check_neighbours(self.config.evaluate.knn_k, len(train.labelled))
 
     @cached_property
     def _model(self) -> Model:
         """Built on the CPU, where its random weights are those of the seed, as in training."""
         return _plain_model(self.config).to(self.place.device)
 
-    def encoder(self, which: str) -> tuple[Encode, str]:
-        """What turns pixels into features, and its name in the names of results. which: as for `run_evaluation`."""
+    def encoder(self, which: str) -> tuple[Encode, Source]:
+        """What turns pixels into features. which: as for `run_evaluation`."""
         if which == "pixels":
-            return raw_pixels, which
+            return raw_pixels, Source(which)
         if which == "random":
-            return untrained_encoder(self._model, self.place), which
+            return untrained_encoder(self._model, self.place), Source(which)
         path = choose_checkpoint(self._run_dir, which)
-        content = load_checkpoint(path)
-        return self.trained_encoder(content, path), str(content["step"])
+        content = load_encoder_content(path)
+        return self.trained_encoder(content, path), Source(str(content["step"]), path, content["sha256"])
 
     def trained_encoder(self, content: dict[str, Any], path: Path) -> Encode:
         """The encoder of a loaded checkpoint; valid until the next one is taken. Raises InputError for one of another model."""
-        _check_scaling(content["config"], self.config, path)
-        try:
-            self._model.load_state_dict(content["model"])
-        except RuntimeError as error:
-            raise InputError(f"the model in {path} is not that of {self._run_dir / 'config.yaml'}: {error}") from error
+        _check_same_encoder(content["config"], self.config, path)
+        put_encoder(self._model, content["model"], path)
         _log.info("encoder of step %d from %s", content["step"], path)
         return trained_encoder(self._model)
 
-    def measure(self, encode: Encode, name: str, measures: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def measure(self, encode: Encode, source: Source, measures: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """(measure, result) one by one; nothing on ranks but the first."""
+        self.check(measures)
         train_split, test_split = self.splits
         began = time.perf_counter()
         train = extract(encode, train_split, self.place)
@@ -92,19 +99,41 @@ class Evaluator:
             return
         _log.info("%d + %d images, %d features, %.1f s", len(train.x), len(test.x), train.x.shape[1], seconds)
         for measure in measures:
-            yield measure, _MEASURES[measure](train, test, self.place) | _about(name, train, test)
+            figures = _MEASURES[measure](train, test, self.place)
+            yield measure, figures | self._about(measure, source, train, test)
 
-    def result_path(self, measure: str, name: str) -> Path:
-        """Path of a result."""
-        return self._run_dir / "eval" / f"{measure}_{name}.json"
+    def _about(self, measure: str, source: Source, train: Features, test: Features) -> dict[str, Any]:
+        train_split, test_split = self.splits
+        learnt, tested = classes_with_images(train_split), classes_with_images(test_split)
+        return {
+            **self.results.about(measure, source),
+            "train_fingerprint": train_split.index.fingerprint,
+            "test_fingerprint": test_split.index.fingerprint,
+            "features": train.x.shape[1],
+            "train_images": len(train.x),
+            "test_images": len(test.x),
+            "left_out": train.left_out + test.left_out,
+            "unusable_files": unusable_files(train_split) + unusable_files(test_split),
+            "classes": len(learnt),
+            "classes_without_test_images": [test_split.class_names[n] for n in learnt if n not in tested],
+            "classes_without_training_images": [test_split.class_names[n] for n in tested if n not in learnt],
+            "precision": _PRECISIONS[encoding_dtype(self.place)],
+            "commit": git_commit(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
 
-    def write(self, measure: str, name: str, result: dict[str, Any]) -> None:
-        """Write one result."""
-        path = self.result_path(measure, name)
-        path.parent.mkdir(exist_ok=True)
-        for rest in path.parent.glob(f".{path.name}.*"):  # of an evaluator that a signal ended while it wrote
-            rest.unlink(missing_ok=True)
-        write_text(path, json.dumps(result, indent=1) + "\n")
+
+def load_encoder_content(path: Path) -> dict[str, Any]:
+    """A checkpoint whose encoder can be measured. Raises InputError where it can't be read or its weights are not finite."""
+    content = load_checkpoint(path)
+    weights = {name: value for name, value in content["model"].items() if name.startswith("encoder.")}
+    wrong = [name for name, value in weights.items() if not value.isfinite().all()]
+    if wrong:
+        raise InputError(
+            f"can't use checkpoint {path}: {len(wrong)} of the encoder's {len(weights)} tensors hold NaN or infinity (first: "
+            f"{wrong[0]}); the training had failed by then, take an earlier one with --checkpoint STEP"
+        )
+    return content
 
 
 def _plain_model(config: Config) -> Model:
@@ -113,23 +142,17 @@ def _plain_model(config: Config) -> Model:
     return build_model(replace(config, model=plain), Ranks())
 
 
-def _check_scaling(trained: dict[str, Any], config: Config, path: Path) -> None:
-    for key in ("mean", "std"):
-        then, now = trained[f"views.{key}"], list(getattr(config.views, key))
-        if then != now:
-            raise InputError(f"views.{key} is {now}, but {path} was trained with {then}: evaluate with the same")
-
-
-def _check_classes(train: list[str], test: list[str]) -> None:
-    if train != test:
-        missing = sorted(set(train) ^ set(test))
-        raise InputError(f"the two splits don't have the same classes: {', '.join(missing[:10])} in one only")
+def _check_same_encoder(trained: dict[str, Any], config: Config, path: Path) -> None:
+    now = plain_settings(config)
+    for key in ("views.mean", "views.std", "model.backbone", "model.stem"):
+        if trained[key] != now[key]:
+            raise InputError(f"{key} is {now[key]}, but {path} was trained with {trained[key]}: evaluate with the same")
 
 
 def _linear(train: Features, test: Features, place: Place) -> dict[str, Any]:
     c, seed = place.config.evaluate, place.config.seed
     raw = linear_probe(train, test, c, place.device, seed)
-    standardised = linear_probe(*standardise(train, test), c, place.device, seed)
+    standardised = linear_probe(*standardise(train, test), c, place.device, seed, "linear probe, standardised")
     return {
         "top1": round(raw.top1, 4),
         "top5": round(raw.top5, 4),
@@ -142,6 +165,7 @@ def _linear(train: Features, test: Features, place: Place) -> dict[str, Any]:
 
 def _knn(train: Features, test: Features, place: Place) -> dict[str, Any]:
     k = place.config.evaluate.knn_k
+    check_neighbours(k, len(train.x))  # again: images that could not be read are left out
     top1 = knn_top1(train, test, k, place.device)
     return {
         "top1": round(top1, 4),
@@ -152,14 +176,3 @@ def _knn(train: Features, test: Features, place: Place) -> dict[str, Any]:
 
 
 _MEASURES = {"linear": _linear, "knn": _knn}
-
-
-def _about(name: str, train: Features, test: Features) -> dict[str, Any]:
-    return {
-        "checkpoint": name,
-        "features": train.x.shape[1],
-        "train_images": len(train.x),
-        "test_images": len(test.x),
-        "left_out": train.left_out + test.left_out,
-        "commit": git_commit(),
-    }

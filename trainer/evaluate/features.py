@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from trainer.device import autocast_dtype
 from trainer.distributed import one_rank_a_node_first
 from trainer.errors import InputError
 from trainer.model import Model
+from trainer.progress import with_progress
 
 _log = logging.getLogger(__name__)
 _STATISTICS_BATCHES = 20  # from which an untrained encoder's BatchNorm statistics are estimated
@@ -51,32 +53,45 @@ class Place:
 
 @dataclass(frozen=True)
 class Split:
-    """The images of a split that count."""
+    """A split and its labels; images without one do not count."""
 
     name: str
     index: Index
-    labelled: np.ndarray  # (n,) int64, ids of the images with a label
+    labels: np.ndarray  # (n,) int64, a number into class_names for each image of the index, -1: none
+    class_names: list[str]
+
+    @property
+    def labelled(self) -> np.ndarray:
+        """Ids of the images with a label, int64."""
+        return np.flatnonzero(self.labels >= 0)
 
 
 def open_split(name: str, place: Place) -> Split:
     """Open a split; every rank calls this. Raises InputError where it has no labelled images, or fewer than ranks."""
-    index = one_rank_a_node_first(place.ranks, lambda: open_index(Path(place.config.data.root), name))
-    labelled = np.flatnonzero(np.asarray(index.labels) >= 0)
-    if not len(labelled):
-        raise InputError(f"the split {name!r} in {place.config.data.root} has no labelled images")
-    if len(labelled) < place.ranks.world_size:
-        raise InputError(f"the split {name!r} has {len(labelled)} labelled images: take no more ranks than that")
-    return Split(name, index, labelled)
+    root = place.config.data.root
+    index = one_rank_a_node_first(place.ranks, lambda: open_index(Path(root), name, progress=place.ranks.is_first))
+    split = Split(name, index, np.asarray(index.labels, np.int64), index.class_names)
+    count = len(split.labelled)
+    if not count:
+        raise InputError(
+            f"the split {name!r} in {root} has no labelled images, which the linear probe and k-NN need: name splits that "
+            "have labels with --data.probe_split and --data.test_split"
+        )
+    if count < place.ranks.world_size:
+        raise InputError(f"the split {name!r} has {count} labelled images: take no more ranks than that")
+    return split
 
 
 def extract(encode: Encode, split: Split, place: Place) -> Features:
-    """Features of all labelled images of `split`; the same on every rank."""
+    """Features of all labelled images of `split`; the same on every rank. Raises InputError where they are not finite."""
     index, labelled = split.index, split.labelled
     own = np.array_split(labelled, place.ranks.world_size)[place.ranks.rank]
     parts, used = [torch.zeros(0)], []
-    dtype = autocast_dtype(place.config, place.device)
-    for pixels, asked, shown in _batches(index, own, place):
-        with torch.inference_mode(), torch.autocast(place.device.type, dtype, enabled=dtype is not None):
+    batches, title = _batches(index, own, place), f"encode images of {split.name}"
+    for pixels, asked, shown in with_progress(
+        batches, len(own), title, place.ranks.is_first, lambda batch: len(batch[1])
+    ):
+        with torch.inference_mode(), _in_precision(place):
             features = encode(pixels).float().cpu()
         right = asked == shown  # the loader puts another image in an unusable one's place: it must not count
         parts.append(features[torch.from_numpy(right)])
@@ -87,8 +102,36 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
         _log.warning(
             "%d of %d images of split %s could not be read and do not count", left_out, len(labelled), split.name
         )
-    labels = torch.from_numpy(np.asarray(index.labels)[ids].astype(np.int64))
-    return Features(x, labels, index.class_names, left_out)
+    _check_finite(x, ids, split)
+    return Features(x, torch.from_numpy(split.labels[ids]), split.class_names, left_out)
+
+
+def _check_finite(x: Tensor, ids: np.ndarray, split: Split) -> None:
+    wrong = np.flatnonzero(~x.isfinite().all(1).numpy())
+    if len(wrong):
+        raise InputError(
+            f"the features of {len(wrong)} of {len(ids)} images of the split {split.name!r} hold NaN or infinity (first: "
+            f"{split.index.name(int(ids[wrong[0]]))}): the encoder is damaged or overflows; try --evaluate.precision fp32 or "
+            "an earlier checkpoint"
+        )
+
+
+def encoding_dtype(place: Place) -> torch.dtype | None:
+    """The autocast type of encoding; None: float32."""
+    return autocast_dtype(replace(place.config, precision=place.config.evaluate.precision), place.device)
+
+
+@contextmanager
+def _in_precision(place: Place) -> Iterator[None]:
+    dtype = encoding_dtype(place)
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"  # torch's default on a GPU is TF32, which keeps 10 bits of the 23
+    try:
+        with torch.autocast(place.device.type, dtype, enabled=dtype is not None):
+            yield
+    finally:
+        convolutions.fp32_precision = before
 
 
 def trained_encoder(model: Model) -> Encode:

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.jobs import find_job
 from trainer.cluster.ranks import find_ranks
 from trainer.cluster.runs import FINAL, number, read_json, read_run
 from trainer.errors import InputError
-from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.evaluator import Evaluator, load_encoder_content
 from trainer.evaluate.report import FIGURES, print_table
+from trainer.evaluate.results import Source
 from trainer.run_folder import lock_run_folder, start_logging
 
 _SILENT_SECONDS = 1800.0  # without a heartbeat, and without a job that could be the reason: the run is over
@@ -41,7 +41,7 @@ def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], 
     evaluator = _wait_for_run(run_dir, settings, poll_seconds, watch)
     if evaluator is None:
         return
-    (run_dir / "eval").mkdir(exist_ok=True)
+    evaluator.results.check(must_keep=True)  # what has a result is not measured again
     # two evaluators would delete each other's temporary files
     with lock_run_folder(run_dir / "eval"), _open_board(run_dir, evaluator) as board:
         follower = _Follower(run_dir, evaluator, measures, board)
@@ -98,13 +98,14 @@ class _Follower:
 
     def _has_result(self, measure: str, step: int) -> bool:
         problems: list[str] = []
-        return "top1" in read_json(self._evaluator.result_path(measure, str(step)), problems)
+        own = Source(str(step))
+        return "top1" in read_json(self._evaluator.results.path(measure, own), problems)
 
     def measure_all(self) -> None:
         """Measure what is due now; a checkpoint that can't be read is named and passed over, for this time."""
         for step, path, missing in self.due():
             try:
-                content = load_checkpoint(path)
+                content = load_encoder_content(path)
             except InputError as error:
                 self._tries[path, _written(path)] += 1
                 _log.warning("step %d is passed over: %s", step, error)
@@ -113,12 +114,17 @@ class _Follower:
 
     def _measure(self, step: int, missing: list[str], content: dict[str, Any], path: Path) -> None:
         encode = self._evaluator.trained_encoder(content, path)
+        source = Source(str(step), path, content["sha256"])
         results = {}
-        for measure, result in self._evaluator.measure(encode, str(step), missing):
+        for measure, result in self._evaluator.measure(encode, source, missing):
             self._draw(step, measure, result)  # ahead of the file, which says that nothing is left to do
-            self._evaluator.write(measure, str(step), result)
             results[measure] = result
-        print_table(str(step), results)
+            try:
+                self._evaluator.results.write(source, {measure: result})
+            except OSError as error:
+                self._tries[path, _written(path)] += 1
+                _log.error("step %d: the result could not be kept: %s; it will be measured again", step, error)
+        print_table(source.name, results)
 
     def _draw(self, step: int, measure: str, result: dict[str, Any]) -> None:
         if self._board:

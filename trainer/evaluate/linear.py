@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from trainer.config import EvaluateConfig
 from trainer.evaluate.features import Features
+from trainer.progress import with_progress
 
 
 class Accuracy(NamedTuple):
@@ -22,14 +23,21 @@ class Accuracy(NamedTuple):
     top5: float
 
 
-def linear_probe(train: Features, test: Features, config: EvaluateConfig, device: torch.device, seed: int) -> Accuracy:
+def linear_probe(
+    train: Features,
+    test: Features,
+    config: EvaluateConfig,
+    device: torch.device,
+    seed: int,
+    title: str = "linear probe",
+) -> Accuracy:
     """Adam for probe_epochs epochs over the training features as they are, no augmentation; the rate falls exponentially
     from probe_rate_start in the first epoch to probe_rate_end in the last."""
     x, y = train.x.to(device), train.labels.to(device)
     generator = torch.Generator().manual_seed(seed)
     weight, bias = _initial(x.shape[1], len(train.class_names), generator, device)
     optimizer = torch.optim.Adam([weight, bias], weight_decay=config.probe_weight_decay)
-    for epoch in range(config.probe_epochs):
+    for epoch in with_progress(range(config.probe_epochs), config.probe_epochs, f"{title}, epochs"):
         for group in optimizer.param_groups:
             group["lr"] = probe_rate(config, epoch)
         order = torch.randperm(len(x), generator=generator).to(device)

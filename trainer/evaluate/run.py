@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.cluster.ranks import find_ranks
 from trainer.distributed import process_group
+from trainer.errors import InputError
 from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.report import print_table
 from trainer.run_folder import start_logging
 
 
-def run_evaluation(run_dir: Path, which: str, settings: Sequence[str], measures: Sequence[str]) -> dict[str, Any]:
+def run_evaluation(
+    run_dir: Path, which: str, settings: Sequence[str], measures: Sequence[str], out: Path | None = None
+) -> dict[str, Any]:
     """Evaluate `which` ("last", a step, a file, "random": the untrained encoder, "pixels": no encoder) of a run.
 
-    settings: command-line words over the run's config. measures: of "linear" and "knn". Returns {measure: result}, the same
-    that is written to DIR/eval/MEASURE_STEP.json.
+    settings: command-line words over the run's config. measures: of "linear" and "knn". Prints {measure: result} as JSON on
+    stdout and returns it, empty on ranks but the first; each result is kept in DIR/eval, or all in the file `out`.
     """
     ranks = find_ranks()
     start_logging(None, ranks.rank)
-    evaluator = Evaluator(run_dir, settings, ranks)
-    with process_group(ranks, evaluator.place.device, evaluator.config.timeout_minutes):
-        encode, name = evaluator.encoder(which)
-        results = dict(evaluator.measure(encode, name, measures))
-    for measure, result in results.items():
-        evaluator.write(measure, name, result)
-    if results:  # the first rank's
-        print_table(name, results)
+    evaluator = Evaluator(run_dir, settings, ranks, out)
+    timeout = evaluator.config.timeout_minutes
+    with process_group(ranks, evaluator.place.device, timeout, first=evaluator.results.check):
+        evaluator.check(measures)
+        encode, source = evaluator.encoder(which)
+        results = dict(evaluator.measure(encode, source, measures))
+    if results:
+        print_table(source.name, results)
+        print(json.dumps(results, indent=1), flush=True)  # ahead of the files: a full disk must not cost the figures
+        try:
+            evaluator.results.write(source, results)
+        except OSError as error:
+            place = out or run_dir / "eval"
+            raise InputError(
+                f"the figures above were printed, but not kept in {place}: {error.strerror}; make room, or keep them elsewhere "
+                "with --out FILE"
+            ) from error
     return results

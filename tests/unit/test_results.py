@@ -1,0 +1,176 @@
+"""Results of evaluations: each measurement has a file of its own, and figures are printed where none can be written."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import TINY
+from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.cli import main
+from trainer.cluster.ranks import Ranks
+from trainer.cluster.runs import newest_evaluation
+from trainer.config_load import load_config
+from trainer.errors import InputError
+from trainer.evaluate import evaluator, results
+from trainer.evaluate.run import run_evaluation
+from trainer.loop import pretrain
+from trainer.signals import StopRequest
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "tiny.yaml").write_text(TINY)
+    words = ["--data.root", str(tiny_set), "--run_dir", str(folder / "run"), "--max_steps", "1"]
+    assert pretrain(load_config(folder / "tiny.yaml", words), StopRequest()) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def kept(run_dir: Path) -> dict[str, dict[str, Any]]:
+    return {path.name: json.loads(path.read_text()) for path in (run_dir / "eval").glob("*.json")}
+
+
+def knn(run_dir: Path, which: str = "last", *settings: str) -> dict[str, Any]:
+    return run_evaluation(run_dir, which, settings, ("knn",))["knn"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--evaluate.knn_k", "3"),
+        ("--data.test_split", "train"),
+        ("--evaluate.precision", "bf16"),
+        ("--views.test_resize", "40"),
+    ],
+)
+def test_other_settings_have_files_of_their_own(run_dir: Path, settings: tuple[str, ...]) -> None:
+    own = knn(run_dir)
+    other = knn(run_dir, "last", *settings)
+    found = kept(run_dir)
+    assert found.pop("knn_1.json") == own
+    assert list(found.values()) == [other]
+    again = knn(run_dir, "last", *settings)  # the same measurement replaces its own file
+    assert kept(run_dir) == {"knn_1.json": own, next(iter(found)): again}
+    newest = newest_evaluation(run_dir, [])
+    assert newest is not None
+    assert newest["knn_top1"] == own["top1"]
+
+
+def test_settings_that_do_not_shape_the_figure_change_no_name(run_dir: Path) -> None:
+    knn(run_dir)
+    knn(run_dir, "last", "--evaluate.probe_epochs", "3", "--data.threads", "2")
+    assert set(kept(run_dir)) == {"knn_1.json"}
+
+
+def test_another_copy_of_the_set_has_a_file_of_its_own(run_dir: Path, tiny_set: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_set, tmp_path / "copy")
+    knn(run_dir)
+    other = knn(run_dir, "last", "--data.root", str(tmp_path / "copy"))
+    assert {result["data_root"] for result in kept(run_dir).values()} == {str(tiny_set), str(tmp_path / "copy")}
+    assert other["train_fingerprint"] == kept(run_dir)["knn_1.json"]["train_fingerprint"]
+
+
+def test_a_checkpoint_from_elsewhere_has_a_file_of_its_own(run_dir: Path, tmp_path: Path) -> None:
+    content = load_checkpoint(run_dir / "checkpoints" / "step_00000001.pt")
+    content["model"]["encoder.bn1.bias"] += 1
+    (tmp_path / "other").mkdir()
+    foreign = save_checkpoint(tmp_path / "other", content, 1)
+    own, other = knn(run_dir), knn(run_dir, str(foreign))
+    assert (own["checkpoint_of_this_run"], other["checkpoint_of_this_run"]) == (True, False)
+    assert (other["checkpoint"], other["checkpoint_path"]) == ("1", str(foreign))
+    found = kept(run_dir)
+    assert found.pop("knn_1.json") == own
+    assert list(found.values()) == [other]
+
+
+def test_what_was_measured_on_images_that_changed_since_is_set_aside(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = knn(run_dir)
+    original = evaluator.open_splits
+
+    def opened(place: Any) -> Any:
+        train, test = original(place)
+        test.index.fingerprint = "changed"
+        return train, test
+
+    monkeypatch.setattr(evaluator, "open_splits", opened)
+    now = knn(run_dir)
+    found = kept(run_dir)
+    assert found.pop("knn_1.json") == now
+    assert list(found.values()) == [before]
+
+
+# --- where nothing can be written ---
+
+
+def test_figures_are_printed_where_the_folder_can_not_be_written(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said before the work; the command succeeds, since its figures are on stdout."""
+    (run_dir / "eval").write_text("in the way")
+    assert main(["knn", "--run_dir", str(run_dir)]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["knn"]["test_images"] == 16
+    said = err.index(f"can't write to {run_dir / 'eval'}: File exists")
+    assert said < err.index("encoder of step")
+    assert "--out FILE" in err
+    with pytest.raises(InputError, match="can't write to"):
+        evaluator.Evaluator(run_dir, [], Ranks()).results.check(must_keep=True)
+
+
+def test_figures_are_printed_where_the_disk_is_full_at_the_end(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(results, "write_text", full)
+    assert main(["knn", "--run_dir", str(run_dir)]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["knn"]["test_images"] == 16
+    assert f"not kept in {run_dir / 'eval'}: No space left on device" in err
+
+
+def test_out_names_another_file_and_overwrites_none(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", "--run_dir", str(run_dir), "--out", str(tmp_path / "result.json")]
+    assert main(words) == 0
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(capsys.readouterr().out)
+    assert not (run_dir / "eval").exists()
+    assert main(words) == 2
+    assert "exists already: give a new name" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "nowhere" / "result.json")]) == 2
+    assert "can't write to" in capsys.readouterr().err
+
+
+def test_too_many_neighbours_are_refused_before_the_work(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="knn_k is 49, but the training split has 48 images"):
+        knn(run_dir, "last", "--evaluate.knn_k", "49")
+    assert "encoder of step" not in capsys.readouterr().err
+    assert knn(run_dir, "last", "--evaluate.knn_k", "48")["k"] == 48
+
+
+@pytest.mark.parametrize("which", ["last", "random"])
+def test_the_test_split_is_looked_for_before_anything_is_encoded(
+    run_dir: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encodes(*_: object) -> None:
+        raise AssertionError("images were encoded")
+
+    monkeypatch.setattr(evaluator, "untrained_encoder", encodes)
+    monkeypatch.setattr(evaluator, "extract", encodes)
+    with pytest.raises(InputError, match="no split 'nothing'"):
+        knn(run_dir, which, "--data.test_split", "nothing")
