@@ -14,7 +14,7 @@ from trainer.cluster.cores import core_warnings, own_cores
 from trainer.cluster.ranks import launch_warnings
 from trainer.commit import git_commit
 from trainer.config import Config
-from trainer.data.index import Index, open_index
+from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.shards import list_shards
 from trainer.device import autocast_dtype
@@ -131,7 +131,7 @@ def dry_run(config: Config, world_size: int) -> list[str]:
 
 def _count_images(config: Config) -> int:
     if config.data.root:
-        num_images = len(open_index(Path(config.data.root), config.data.train_split, progress=True))
+        num_images = len(open_images(config.data, config.data.train_split, progress=True))
     elif config.data.expected_images:
         num_images = config.data.expected_images
     else:

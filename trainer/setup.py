@@ -18,7 +18,7 @@ from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.ranks import Ranks, job_key
 from trainer.config import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
-from trainer.data.index import Index, open_index
+from trainer.data.index import Index, open_images
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype
@@ -178,11 +178,8 @@ def check_backend(config: Config, device: torch.device) -> None:
 
 def open_shared_index(config: Config, ranks: Ranks) -> Index:
     """The training split. Where it must be indexed first, one rank a node does it and the others wait."""
-    root, split = Path(config.data.root), config.data.train_split
-    if not config.data.root:
-        raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
     return one_rank_a_node_first(
-        ranks, lambda: open_index(root, split, progress=ranks.is_first, max_classes=config.data.max_classes)
+        ranks, lambda: open_images(config.data, config.data.train_split, progress=ranks.is_first)
     )
 
 

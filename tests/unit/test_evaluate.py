@@ -18,9 +18,9 @@ from tests.conftest import TINY
 from tests.faults import save_unchecked
 from trainer.checkpoint import load_checkpoint
 from trainer.cluster.ranks import Ranks
-from trainer.config import Config
+from trainer.config import Config, DataConfig
 from trainer.config_load import load_config
-from trainer.data.index import Index, open_index
+from trainer.data.index import Index, open_images, open_index
 from trainer.errors import InputError
 from trainer.evaluate import features
 from trainer.evaluate.evaluator import Evaluator
@@ -138,12 +138,12 @@ def test_images_that_cannot_be_read_are_left_out_not_replaced(tiny_set, tmp_path
 def relabelled(monkeypatch, change) -> None:
     """What `features` opens has other labels."""
 
-    def opened(root: Path, split: str, **options: bool) -> Index:
-        index = open_index(root, split, **options)
+    def opened(data: DataConfig, split: str, **options: bool) -> Index:
+        index = open_images(data, split, **options)
         index.labels = change(np.array(index.labels))
         return index
 
-    monkeypatch.setattr(features, "open_index", opened)
+    monkeypatch.setattr(features, "open_images", opened)
 
 
 def test_images_without_a_label_do_not_count(place, monkeypatch):

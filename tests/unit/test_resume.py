@@ -21,6 +21,7 @@ SHAPING = (
     "gradient_compression",
     "data.train_split",
     "data.images_per_step",
+    "data.max_image_pixels",
     "views.",
     "model.",
     "loss.",

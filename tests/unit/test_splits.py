@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.conftest import TINY
 from trainer.cluster.ranks import Ranks
+from trainer.config import DataConfig
 from trainer.config_load import load_config
 from trainer.errors import InputError
 from trainer.evaluate import features
@@ -59,14 +60,14 @@ def test_a_class_without_training_images_is_named_and_wrong(tmp_path: Path, capl
 
 def test_classes_are_compared_by_name_not_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(tmp_path, [0, 1, 2], [0, 1, 2])
-    original = features.open_index
+    original = features.open_images
 
-    def opened(root: Path, split: str, **options: bool) -> object:
-        index = original(root, split, **options)
+    def opened(data: DataConfig, split: str, **options: bool) -> object:
+        index = original(data, split, **options)
         index.class_names = ["ant", "bee", "cat"] if split == "train" else ["bee", "dog", "ant"]
         return index
 
-    monkeypatch.setattr(features, "open_index", opened)
+    monkeypatch.setattr(features, "open_images", opened)
     _, test = open_splits(place)
     assert [test.class_names[label] for label in test.labels] == ["bee", "dog", "ant"]
     assert test.class_names[:3] == ["ant", "bee", "cat"]

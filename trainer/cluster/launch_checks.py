@@ -15,7 +15,7 @@ from trainer.cluster.snapshot import PACKAGES
 from trainer.config import Config
 from trainer.config_changes import changed_settings, plain_settings, refuse_changes
 from trainer.config_load import KEYS, load_config
-from trainer.data.index import open_index
+from trainer.data.index import open_images
 from trainer.errors import InputError
 from trainer.geometry import batch_norm_images, micro_batches, rows_together, usable_ranks
 from trainer.run_folder import check_run_dir_is_set
@@ -107,9 +107,9 @@ def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
     if os.path.isdir(run_dir):
         _check_folder(config, run_dir)
     if not request.data_on_nodes:
-        num_images = len(open_index(Path(config.data.root), config.data.train_split, progress=True))
+        num_images = len(open_images(config.data, config.data.train_split, progress=True))
         if request.with_evaluator:
-            open_index(Path(config.data.root), config.data.test_split, progress=True)
+            open_images(config.data, config.data.test_split, progress=True)
     elif config.data.expected_images:
         num_images = config.data.expected_images
     else:

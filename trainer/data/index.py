@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trainer.config import DataConfig
 from trainer.data.index_build import (
     LAYOUT,
     build_folder,
@@ -230,6 +231,13 @@ def open_index(
         f"{root}: no split {split!r} in it (it holds: {some_names(found) or 'nothing'}); {LAYOUT}. To train on all images "
         "below it, give --data.train_split ."
     )
+
+
+def open_images(data: DataConfig, split: str, *, progress: bool = False) -> Index:
+    """Open a split of the set that a run's settings name. Raises InputError as `open_index` does."""
+    if not data.root:
+        raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
+    return open_index(Path(data.root), split, progress=progress, max_classes=data.max_classes)
 
 
 def _open_shards(root: Path, split: str, cache_dir: Path | None, progress: bool, max_classes: int) -> Index:
