@@ -1,6 +1,8 @@
 """The parts of a run, put together. (Whole runs: tests/integration/test_run.py.)"""
 
+import errno
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,4 +118,18 @@ def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(
     assert not list(tmp_path.glob("wmse_*"))
     monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"no 0\.\d+ MiB of shared memory in .*nowhere \(No such file"):
+        open_cache(config, index, Ranks())
+
+
+def test_shared_memory_that_is_read_only_is_told_and_its_clean_up_hides_nothing(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    config, index = load_config(tiny_config, ["--data.decode_cache_gib", "1"]), open_index(tiny_set, "train")
+    monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("os.unlink", refuse)
+    monkeypatch.setattr("trainer.data.decode_cache.os.open", refuse)
+    with pytest.raises(InputError, match=r"shared memory in .* \(Read-only file system\)"):
         open_cache(config, index, Ranks())
