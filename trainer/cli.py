@@ -20,6 +20,13 @@ Words = Sequence[str]
 
 def main(words: Words | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 75 preempted."""
+    from trainer.terminal import lasting_stderr
+
+    with lasting_stderr():
+        return _main(words)
+
+
+def _main(words: Words | None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
