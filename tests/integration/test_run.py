@@ -323,6 +323,30 @@ def test_slices_that_fail_end_the_run_with_advice(
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000001.pt"]
 
 
+def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
+    tiny_set: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second update, which a loss and gradients that are finite do not rule out."""
+
+    def overflow(optimizer: torch.optim.Optimizer, rate: float, failed: torch.Tensor) -> None:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].fill_(float("inf"))
+
+    run_dir = tmp_path / "run"
+    assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "1") == 0
+    monkeypatch.setattr("trainer.step.update", overflow)
+    assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "2", "--checkpoint.keep_last", "1") == 1
+    error = capsys.readouterr().err
+    assert "nothing was saved at step 2: checkpoint.model.encoder.conv1.0.weight is not finite" in error
+    assert "Traceback" not in error
+    assert state(run_dir) == ("failed", 1, 1)
+    assert [step for step, _ in list_checkpoints(run_dir / "checkpoints")] == [1]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
