@@ -63,11 +63,13 @@ class FaultCounter:
         self._most, self._num_views, self._ranks, self._group_size = most, num_views, ranks, group_size
         self._scales_loss = scales_loss
         self.in_a_row = 0
+        self._made_updates = False
 
     def count(self, step: int, code: int) -> None:
         """One step's code. Raises TrainingFailedError where more than the bound failed in a row."""
         self.in_a_row = self.in_a_row + 1 if code else 0
         if not code:
+            self._made_updates = True
             return
         what = describe_fault(code, self._num_views, self._ranks.world_size, self._group_size)
         if self._scales_loss and code == GRADIENT_FAULT:
@@ -75,12 +77,24 @@ class FaultCounter:
         if self._ranks.is_first:
             _log.warning("step %d: %s; no update was made on any rank (%d in a row)", step, what, self.in_a_row)
         if self.in_a_row > self._most:
-            precision = "bf16 or fp32" if self._scales_loss else "fp32"
             raise TrainingFailedError(
                 f"{self.in_a_row} steps in a row failed (loss.max_failed_steps {self._most}), the last {step}: {what}. "
-                "The embeddings have collapsed or overflowed. Try a smaller optimizer.learning_rate, a longer warm-up, "
-                f"loss.eps 1e-4, or precision {precision}; the last good checkpoint is untouched"
+                f"{self._advice()}; the last good checkpoint is untouched"
             )
+
+    def check_updates(self) -> None:
+        """Raises TrainingFailedError if steps were counted and not one of them made an update."""
+        if self.in_a_row and not self._made_updates:
+            raise TrainingFailedError(
+                f"all {self.in_a_row} steps of the run failed, so that nothing was learnt and nothing is saved. {self._advice()}"
+            )
+
+    def _advice(self) -> str:
+        precision = "bf16 or fp32" if self._scales_loss else "fp32"
+        return (
+            "The embeddings have collapsed or overflowed. Try a smaller optimizer.learning_rate, a longer warm-up, loss.eps "
+            f"1e-4, or precision {precision}"
+        )
 
 
 class CollapseWatch:

@@ -130,6 +130,8 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
             if stopping or save_now or saves.steps_due(step) or step == run.end_step:
                 # a resume after this step writes no line again, and a fault that ends the run is known before it is saved
                 stopping = max(stopping, _hear(late.take(), faults, writer, state)[0])
+                if step == run.end_step and first_step == 0:
+                    faults.check_updates()
                 if stopping:
                     stop.answered()
                 watchdog.doing("waits for the checkpoint before this one to be written", for_files=True)

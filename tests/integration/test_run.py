@@ -323,6 +323,22 @@ def test_slices_that_fail_end_the_run_with_advice(
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000001.pt"]
 
 
+def test_a_run_whose_every_step_failed_has_failed(
+    whole_run: Path, tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It starts from an encoder of zeros and is shorter than loss.max_failed_steps."""
+    content = checkpoint(whole_run, 9)
+    for name, value in content["model"].items():
+        if name.startswith("encoder."):
+            value.zero_()
+    start = save_checkpoint(tmp_path / "zeros", {k: content[k] for k in ("step", "model")}, keep_last=1)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--init_from", str(start)) == 1
+    assert "all 9 steps of the run failed" in capsys.readouterr().err
+    assert state(tmp_path / "run") == ("failed", 1, 0)
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
+    assert metrics(tmp_path / "run")[-1]["loss"] is None
+
+
 def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
     tiny_set: Path,
     tiny_config: Path,
