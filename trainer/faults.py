@@ -86,7 +86,7 @@ class FaultCounter:
         """Raises TrainingFailedError if steps were counted and not one of them made an update."""
         if self.in_a_row and not self._made_updates:
             raise TrainingFailedError(
-                f"all {self.in_a_row} steps of the run failed, so that nothing was learnt and nothing is saved. {self._advice()}"
+                f"all {self.in_a_row} steps of the run failed: nothing was learnt, and nothing is saved. {self._advice()}"
             )
 
     def _advice(self) -> str:
