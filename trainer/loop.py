@@ -30,7 +30,7 @@ from trainer.geometry import usable_ranks
 from trainer.metrics import Clock, Late, LossSums, MetricsWriter, count_bad_images
 from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
-from trainer.run_state import RunState, wait_for_end
+from trainer.run_state import RunState, note_lost_rank_0, wait_for_end
 from trainer.saver import Saver
 from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, set_up
@@ -76,6 +76,8 @@ def pretrain(config: Config, stop: StopRequest) -> int:
             if not is_of_lost_rank(error):
                 raise
             _log.error("this rank ends: another rank is gone or late (%s)", str(error).partition("\n")[0])
+            if not ranks.is_first:
+                note_lost_rank_0(run_dir, error)
             return FAILED
 
 
