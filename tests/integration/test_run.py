@@ -1,6 +1,7 @@
 """Whole runs through the command line: resume, exit codes, files, bad input."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -229,23 +230,32 @@ def test_a_change_that_can_not_be_loaded_is_named(
     assert "Traceback" not in error
 
 
-def test_a_run_folder_that_can_not_be_written_is_named(
+def test_a_run_folder_with_odd_files_is_refused_in_words(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run" / ".lock").mkdir(parents=True)
-    assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
-    assert f"can't write to the run folder {tmp_path / 'run'}" in capsys.readouterr().err
-
-
-def test_a_state_that_can_not_be_written_hides_no_error(
-    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run" / "state.json").mkdir(parents=True)
-    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--data.train_split", "none") == 2
+    run_dir = tmp_path / "run"
+    (run_dir / "state.json").mkdir(parents=True)
+    os.mkfifo(run_dir / "quarantine.jsonl")
+    assert pretrain(tiny_config, tiny_set, run_dir) == 2
     error = capsys.readouterr().err
-    assert "can't write" in error
-    assert "none" in error
+    assert "state.json is a folder, not a file; quarantine.jsonl is a named pipe, not a file" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"starts": Infinity, "first_step": Infinity, "heartbeat": -Infinity, "idle_starts": NaN}',
+        "[",
+        "\x00",
+        "[" * 99_999,
+    ],
+)
+def test_a_damaged_state_is_repaired(text: str, tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state.json").write_text(text)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--max_steps", "1") == 0
+    assert state(tmp_path / "run") == ("paused", 0, 1)
 
 
 def test_a_bad_file_is_put_down_and_the_run_goes_on(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
