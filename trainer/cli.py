@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trainer
-from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
+from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, exit_code_of
 from trainer.signals import StopRequest
 
 Words = Sequence[str]
@@ -47,6 +47,13 @@ def _main(words: Words | None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
+    except OSError as error:
+        if exit_code_of(error) != BAD_INPUT:
+            raise
+        from trainer.files import describe_os_error
+
+        print(f"error: {describe_os_error(error)}", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("stopped at once", file=sys.stderr)
         return INTERRUPTED

@@ -9,3 +9,9 @@ class InputError(ValueError):
 
 class TrainingFailedError(RuntimeError):
     """Training can't go on; the last good checkpoint stays. The command line logs it and exits with 1."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """2 for what the user can put right: bad input, and a file that can't be read or written. 1 for the rest."""
+    names_file = isinstance(error, OSError) and error.filename is not None
+    return BAD_INPUT if names_file or isinstance(error, InputError) else FAILED

@@ -26,6 +26,7 @@ from trainer.device import choose_device, memory_gib
 from trainer.distributed import is_of_lost_rank, process_group
 from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedError
 from trainer.faults import FaultCounter
+from trainer.files import describe_os_error
 from trainer.geometry import usable_ranks
 from trainer.metrics import Clock, Late, LossSums, MetricsWriter, count_bad_images
 from trainer.resume import resume, save
@@ -133,7 +134,7 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
                 # a resume after this step writes no line again, and a fault that ends the run is known before it is saved
                 stopping = max(stopping, _hear(late.take(), faults, writer, state)[0])
                 if step == run.end_step and first_step == 0:
-                    faults.check_updates()
+                    faults.check_progress()
                 if stopping:
                     stop.answered()
                 watchdog.doing("waits for the checkpoint before this one to be written", for_files=True)
@@ -214,7 +215,7 @@ def _check_saves(run: Run, saver: Saver) -> None:
     error = saver.failure()
     if error and run.config.checkpoint.on_failure == "stop":
         raise TrainingFailedError(
-            f"a checkpoint could not be saved (checkpoint.on_failure is stop): {error}"
+            f"a checkpoint could not be saved (checkpoint.on_failure is stop): {describe_os_error(error)}"
         ) from error
 
 
@@ -223,7 +224,7 @@ def _finish_saving(saver: Saver) -> None:
         saver.wait()
     except OSError as error:
         raise TrainingFailedError(
-            f"the last checkpoint could not be saved, the work since the one before is lost: {error}"
+            f"the last checkpoint could not be saved, the work since the one before is lost: {describe_os_error(error)}"
         ) from error
 
 

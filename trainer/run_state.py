@@ -20,7 +20,7 @@ from typing import Any
 from trainer.checkpoint_files import newest_step
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runs import read_run, whole
-from trainer.errors import BAD_INPUT, DONE, FAILED, PREEMPTED, InputError, TrainingFailedError
+from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedError, exit_code_of
 from trainer.files import write_text
 from trainer.run_folder import lock_run_folder
 from trainer.signals import STOP, StopRequest
@@ -135,10 +135,9 @@ class RunState:
 
     def failed(self, error: BaseException) -> None:
         """Write that an error ends the run, unless this rank never came to hold the folder."""
-        code = BAD_INPUT if isinstance(error, InputError) else FAILED
         if self._fields:
             message = "; ".join(str(error).split("\n"))[:_MESSAGE_LENGTH] or type(error).__name__
-            self.ended("failed", code, step=newest_step(self._run_dir), message=message)
+            self.ended("failed", exit_code_of(error), step=newest_step(self._run_dir), message=message)
 
     @contextmanager
     def heartbeat(self, stop: StopRequest) -> Iterator[None]:
