@@ -1,5 +1,6 @@
 """Whole runs through the command line: resume, exit codes, files, bad input."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import yaml
 from tests.conftest import ROOT, write_images
 from tests.integration.launch import wmse
 from tests.integration.run_files import checkpoint, metrics, state
+from tests.unit.test_checkpoint import files_up_to
 from trainer.checkpoint import save_checkpoint
 from trainer.checkpoint_files import list_checkpoints
 from trainer.cli import main
@@ -240,6 +242,36 @@ def test_a_run_folder_with_odd_files_is_refused_in_words(
     error = capsys.readouterr().err
     assert "state.json is a folder, not a file; quarantine.jsonl is a named pipe, not a file" in error
     assert "Traceback" not in error
+
+
+def test_no_room_for_a_file_is_one_line_with_its_path_and_a_way_out(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain(tiny_config, tiny_set, tmp_path / "other", "--max_steps", "1") == 0  # the set has its index now
+    with files_up_to(1500):
+        assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"error: can't write {tmp_path / 'run'}/")
+    assert "File too large (" in last
+    assert "MiB are free on its disk" in last
+    assert "Make room there, or take another folder" in last
+    assert state(tmp_path / "run")[:2] == ("failed", 2)
+
+
+def test_a_file_without_rights_is_one_line(
+    tiny_set: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("trainer.metrics._drop_lines_after", refuse)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"error: {tmp_path / 'run' / 'metrics.jsonl'}: Permission denied. Change the rights")
 
 
 @pytest.mark.parametrize(
