@@ -251,7 +251,8 @@ class Started:
 
 
 def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:
-    """`wmse WORDS` in `ranks` processes that are struck by `faults`; outputs go to files in `folder`."""
+    """`wmse WORDS` in `ranks` processes that are struck by `faults`; outputs go to files in `folder`. {rank} in a word is
+    the number of the rank."""
     port = _free_port()
     started = []
     for rank in range(ranks):
@@ -259,7 +260,8 @@ def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = Non
         env = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in world.items()}} if ranks > 1 else {}
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"output-{time.monotonic_ns()}-{rank}.txt"
-        process = _context.Process(target=_main, args=([str(w) for w in words], env, faults or Faults(), str(log)))
+        own_words = [str(word).replace("{rank}", str(rank)) for word in words]
+        process = _context.Process(target=_main, args=(own_words, env, faults or Faults(), str(log)))
         process.start()
         started.append(Started(process, log))
     return started

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trainer
+from trainer.config_names import closest
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, exit_code_of
 from trainer.signals import StopRequest
 
@@ -39,7 +40,8 @@ def _main(words: Words | None) -> int:
     try:
         _check_own_packages()
         if words[0] not in COMMANDS:
-            raise InputError(f"unknown command {words[0]!r}; there are: {', '.join(COMMANDS)}")
+            hint = closest(words[0], COMMANDS) or f"; there are: {', '.join(COMMANDS)}"
+            raise InputError(f"unknown command {words[0]!r}{hint}")
         return COMMANDS[words[0]](words[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -94,7 +96,23 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple
         settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
         add_config_arguments(settings)
         parser.epilog = settings.format_help().removeprefix("usage: ")
-    return parser.parse_known_args(words)
+    own, rest = parser.parse_known_args(words)
+    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        meant = f"--{name[2:].replace('-', '_')}"
+        if name != meant and meant in parser._option_string_actions:
+            raise InputError(f"unknown option {name}: did you mean {meant}?")
+    return own, rest
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="the experiment: YAML, or the name of a recipe in configs/; given again, a later file overrides those before it",
+    )
 
 
 def _number_of_ranks(own: argparse.Namespace) -> int:
@@ -107,7 +125,7 @@ def _number_of_ranks(own: argparse.Namespace) -> int:
 def pretrain(words: Words) -> int:
     """Pre-train an encoder by W-MSE; the same command resumes it."""
     parser = _parser(pretrain)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the experiment, YAML")
+    _add_config(parser)
     parser.add_argument(
         "--dry_run", action="store_true", help="say what the run would do (steps, rate, slices, memory), and stop"
     )
@@ -171,7 +189,7 @@ def stop(words: Words) -> int:
 def preview(words: Words) -> int:
     """Draw images and their views, as the model sees them, into a PNG."""
     parser = _parser(preview)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the experiment, YAML")
+    _add_config(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("preview.png"), metavar="PNG", help="where (default preview.png)"
     )
@@ -279,6 +297,7 @@ def prepare(words: Words) -> int:
         help="make larger pictures so small, as JPEG: faster to read and decode, other pixels (default: all as they are)",
     )
     parser.add_argument("--quality", type=int, metavar="Q", help="of those JPEGs, 1 to 100 (default 90)")
+    parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="only these (default: all that SOURCE has)")
     own = parser.parse_args(words)
     from trainer.data.prepare import Shrink
     from trainer.data.prepare import prepare as prepare_set
@@ -287,20 +306,36 @@ def prepare(words: Words) -> int:
         raise InputError("--quality is of pictures made smaller: give --max_side PIXELS, too")
     shrink = None if own.max_side is None else Shrink(own.max_side, 90 if own.quality is None else own.quality)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare_set(own.source, own.dest, shrink=shrink)
+    prepare_set(own.source, own.dest, splits=own.splits, shrink=shrink)
     return DONE
 
 
 def check_data(words: Words) -> int:
-    """Read every file of a set and name each bad one; exit code 1 if there is one."""
+    """Decode every image that training would read and name each that it can't; exit code 1 if there is one."""
     parser = _parser(check_data)
-    parser.add_argument("path", type=Path, metavar="PATH", help="prepared set, image folder, or any folder of pictures")
+    parser.add_argument("path", type=Path, metavar="PATH", help="prepared set, tar shards, image folder")
+    parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="only these (default: all)")
+    parser.add_argument(
+        "--max_image_pixels", type=int, metavar="N", help="largest image, as data.max_image_pixels of a config"
+    )
+    parser.add_argument("--max_classes", type=int, metavar="N", help="largest number of classes, as data.max_classes")
     own = parser.parse_args(words)
+    from trainer.config import DataConfig
     from trainer.data.check import check_data as check
 
-    report = check(own.path)
-    for name, problem in report.bad:
-        print(f"{name}: {problem}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    report = check(
+        own.path,
+        splits=own.splits,
+        progress=True,
+        limits=DataConfig(
+            max_image_pixels=own.max_image_pixels or DataConfig.max_image_pixels,
+            max_classes=own.max_classes or DataConfig.max_classes,
+        ),
+        say=lambda name, problem: print(f"{name}: {problem}", flush=True),
+    )
+    for line in (*report.splits, *(f"note: {note}" for note in report.notes)):
+        print(line)
     print(f"{report.checked} files, {len(report.bad)} bad, {report.converted} valid but unusual (converted when read)")
     return FAILED if report.bad else DONE
 

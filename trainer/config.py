@@ -43,6 +43,11 @@ class DataConfig:
     """Share of the JPEGs that a GPU's hardware decoder takes, 0..1, where it has one."""
     decoder_hint: tuple[int, int] = (0, 0)
     """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: as they come."""
+    max_image_pixels: int = 100_000_000
+    """Largest image, height x width, pixels: a small file may claim any size, and each pixel takes 3 bytes when decoded. Larger
+    images are replaced as unusable ones."""
+    max_classes: int = 100_000
+    """Largest number of classes that the labels of tar shards may count, where no dataset.json names them."""
     max_bad_share: float = 0.01
     """Largest share of unusable images, 0..1, before the run stops: of the set (from 10 bad images on), or of those that
     this rank read (from 100 found on). 0: the tenth stops it; 1: only a set without a usable image does."""

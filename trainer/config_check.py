@@ -24,6 +24,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "data.decode_cache_gib": (0, None),
     "data.hw_decoder_load": (0, 1),
     "data.decoder_hint": (0, None),
+    "data.max_image_pixels": (1, 178_956_970),
+    "data.max_classes": (1, 10_000_000),
     "data.max_bad_share": (0, 1),
     "views.num_views": (2, None),
     "views.side": (8, None),

@@ -1,27 +1,46 @@
 """From YAML and `--section.key value` to a checked Config, and back to YAML.
 
-jsonargparse converts and types the values and writes the help. Ahead of it goes a pass of ours: it would stop at the first
-problem, let a key that stands twice in the YAML win silently, and not say which key was meant.
+A value is taken as the text that stands in the file or on the command line, so that both give the same; jsonargparse
+converts it to the setting's type by the rules of YAML 1.2 (010 is ten; no, off and 1:30 are text) and writes the help. No
+environment variable changes a setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from trainer.config import Config, flatten
 from trainer.config_check import check
+from trainer.config_names import KEYS, closest, unknown_setting
+from trainer.config_yaml import YAML_CORE, read_yaml
 from trainer.errors import InputError
 from trainer.files import write_text
 
-KEYS = tuple(flatten(Config()))
+COMMAND_LINE, DEFAULT = "command line", "default"
+PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ is the home folder
+_ROOT = Path(__file__).parents[1]
+
+
+class _Word(NamedTuple):
+    """--KEY=TEXT, and the file that it stands in, or the command line."""
+
+    key: str
+    text: str
+    source: str
+
+
+class Settings(NamedTuple):
+    """A config, and where each of its values came from: a file, the command line, or the default."""
+
+    config: Config
+    sources: dict[str, str]
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
@@ -30,54 +49,76 @@ def add_config_arguments(parser: ArgumentParser) -> None:
     parser.add_class_arguments(Config, fail_untyped=True)
 
 
-def load_config(path: Path | None, overrides: Iterable[str]) -> Config:
-    """The settings of a YAML file, then `overrides` (command-line words) over them; what neither names keeps its default.
+def load_config(path: Path | Sequence[Path] | None, overrides: Iterable[str]) -> Config:
+    """The settings of YAML files, a later one over those before it, then `overrides` (command-line words) over them; what
+    none of them names keeps its default. A file may be the name of a recipe in configs/.
 
-    Raises InputError listing every problem at once: unknown keys with the nearest known one, keys given twice, values of
-    the wrong type, and what `config_check` finds.
+    Raises InputError listing every problem at once, each with its file: unknown keys with the nearest known one, keys given
+    twice, values of the wrong type, and what `config_check` finds.
     """
+    return load_settings(path, overrides).config
+
+
+def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) -> Settings:
+    """As `load_config`, with the source of each value."""
     problems: list[str] = []
-    words = [*(_yaml_words(path, problems) if path else []), *_override_words(overrides, problems)]
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    words: list[_Word] = []
+    for file in [path] if isinstance(path, Path) else path or []:
+        words += _file_words(find_config(file), problems)
+    words += _override_words(overrides, problems)
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, parser_mode=YAML_CORE)
     add_config_arguments(parser)
     flat = _typed(parser, words, problems)
     if not problems:
         config = _build(flat)
         problems = check(config)
     if problems:
-        where = f" in {path}" if path else ""
-        raise InputError(
-            f"{len(problems)} problem(s) with the settings{where}:\n" + "\n".join(f"  - {p}" for p in problems)
+        raise InputError(f"{len(problems)} problem(s) with the settings:\n" + "\n".join(f"  - {p}" for p in problems))
+    return Settings(config, dict.fromkeys(KEYS, DEFAULT) | {word.key: word.source for word in words})
+
+
+def find_config(path: Path) -> Path:
+    """The file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`."""
+    recipes = next((folder for folder in (_ROOT / "configs", _ROOT / "trainer/configs") if folder.is_dir()), _ROOT)
+    recipe = recipes / f"{path}.yaml"
+    if path.exists() or path.suffix or len(path.parts) != 1:
+        return path
+    if not recipe.exists():
+        names = sorted(file.stem for file in recipes.glob("*.yaml"))
+        hint = closest(str(path), names) or f"; there are: {', '.join(names)}"
+        raise InputError(f"no config file {path}, and no recipe of that name{hint}")
+    return recipe
+
+
+def save_config(config: Config, path: Path, sources: dict[str, str] | None = None) -> None:
+    """The resolved settings as YAML that `load_config` reads; behind each value stands where it came from, if `sources` say."""
+    lines = []
+    for key, value in flatten(config).items():
+        section, _, name = key.rpartition(".")
+        if section and f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        text = yaml.safe_dump(
+            list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=1 << 20
         )
-    return config
+        source = f"  # {sources[key]}" if sources else ""
+        lines.append(
+            f"{'  ' * bool(section)}{name}: {text.removesuffix(chr(10)).removesuffix(chr(10) + '...')}{source}"
+        )
+    write_text(path, "\n".join(lines) + "\n")
 
 
-def save_config(config: Config, path: Path) -> None:
-    """The resolved settings as YAML that `load_config` reads."""
-    write_text(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
+def _file_words(path: Path, problems: list[str]) -> list[_Word]:
+    """The settings of a file as command-line words, so that both go through one conversion."""
+    own_problems: list[str] = []
+    words = [_Word(key, text, str(path)) for key, text in _words_of(read_yaml(path), "", own_problems)]
+    keys = [word.key for word in words]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    own_problems += [f"{key} stands twice: in its section and as a dotted key" for key in twice]
+    problems += [f"{path}: {problem}" for problem in own_problems]
+    return words
 
 
-def _yaml_words(path: Path, problems: list[str]) -> list[str]:
-    """The file as command-line words, so that both go through one conversion."""
-    return list(_words_of(read_yaml(path), "", problems))
-
-
-def read_yaml(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file. Raises InputError if there is none, or if a key stands in it twice."""
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 # a SafeLoader
-    except FileNotFoundError:
-        raise InputError(f"no config file {path}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"can't read config {path}: {' '.join(str(error).split())}") from error
-    if tree is None:
-        raise InputError(f"config {path} is empty: it must hold settings; configs/ has one for each recipe")
-    if not isinstance(tree, dict):
-        raise InputError(f"config {path} must be a mapping of settings, it is a {type(tree).__name__}")
-    return tree
-
-
-def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterable[str]:
+def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         is_section = any(known.startswith(f"{name}.") for known in KEYS)
@@ -86,61 +127,56 @@ def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterabl
         elif is_section and value is not None:
             problems.append(f"{name} is a section, not a setting: give {name}.KEY, not {value!r}")
         elif name not in KEYS:
-            problems.append(_unknown(name))
+            problems.append(unknown_setting(name))
         elif value is None:
             problems.append(f"{name} has no value")
         else:
-            yield f"--{name}={value if isinstance(value, str) else _as_word(value)}"
+            yield name, _as_text(value)
 
 
-def _as_word(value: Any) -> str:
-    """A value from YAML as one line of YAML, which is what the command line takes."""
-    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n").removesuffix("\n...")
+def _as_text(value: Any) -> str:
+    return f"[{', '.join(map(_as_text, value))}]" if isinstance(value, list) else str(value)
 
 
-def _override_words(words: Iterable[str], problems: list[str]) -> Iterable[str]:
-    """`--key value` and `--key=value` as `--key=value`; what is neither is a problem."""
+def _override_words(words: Iterable[str], problems: list[str]) -> Iterator[_Word]:
+    """`--key value` and `--key=value`; what is neither is a problem."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("--"):
-            problems.append(f"{word!r} stands alone: settings are given as --section.key value")
+            problems.append(f"{COMMAND_LINE}: {word!r} stands alone: settings are given as --section.key value")
             continue
         name = name[2:]
         if not equals:
             if not rest or rest[0].startswith("--"):
-                problems.append(f"--{name} has no value" if name in KEYS else _unknown(name))
+                problem = f"--{name} has no value" if name in KEYS else unknown_setting(name)
+                problems.append(f"{COMMAND_LINE}: {problem}")
                 continue
             value = rest.pop(0)
         if name in KEYS:
-            yield f"--{name}={value}"
+            yield _Word(name, value, COMMAND_LINE)
         else:
-            problems.append(_unknown(name))
+            problems.append(f"{COMMAND_LINE}: {unknown_setting(name)}")
 
 
-def _unknown(name: str) -> str:
-    """The nearest key by the whole name, else one with the same last part."""
-    last = name.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(name, KEYS, 1, 0.6) or [key for key in KEYS if key.rsplit(".", 1)[-1] == last]
-    return f"unknown setting {name}" + (f": did you mean {near[0]}?" if near else "; `wmse pretrain --help` lists all")
+def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> dict[str, Any]:
+    def parse(some: list[_Word]) -> Namespace:
+        return parser.parse_args([f"--{word.key}={word.text}" for word in some], env=False)
 
-
-def _typed(parser: ArgumentParser, words: list[str], problems: list[str]) -> dict[str, Any]:
     try:
-        return _flat(parser.parse_args(words))
+        return _flat(parse(words), problems)
     except ArgumentError:
         for word in words:  # which one it was, and whether there are more
             try:
-                parser.parse_args([word])
+                parse([word])
             except ArgumentError as error:
-                problems.append(_type_problem(word, str(error)))
+                problems.append(f"{word.source}: {_type_problem(word, str(error))}")
         return {}
 
 
-def _type_problem(word: str, message: str) -> str:
-    name, _, value = word[2:].partition("=")
-    default = flatten(Config())[name]
+def _type_problem(word: _Word, message: str) -> str:
+    default = flatten(Config())[word.key]
     options = re.search(r"Literal\[(.*?)\]", message)
     if options:
         wanted = f"one of {options[1]}"
@@ -148,11 +184,16 @@ def _type_problem(word: str, message: str) -> str:
         wanted = f"a list such as {list(default)}"
     else:
         wanted = "true or false" if isinstance(default, bool) else f"a value of type {type(default).__name__}"
-    return f"{name} is {value!r}: give {wanted}"
+    return f"{word.key} is {word.text!r}: give {wanted}"
 
 
-def _flat(namespace: Namespace) -> dict[str, Any]:
+def _flat(namespace: Namespace, problems: list[str]) -> dict[str, Any]:
     values = {key: namespace[key] for key in KEYS}
+    for key in PATHS:
+        try:
+            values[key] = str(Path(values[key]).expanduser()) if values[key].startswith("~") else values[key]
+        except RuntimeError as error:  # no such user
+            problems.append(f"{key} is {values[key]!r}: {error}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -167,34 +208,3 @@ def _build(flat: dict[str, Any]) -> Config:
         else:
             sections[f.name] = flat[f.name]
     return Config(**sections)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people mean it: 1e-3 is a number, and a key stands once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {twice[0]!r} stands twice{node.start_mark}", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?\.\d+[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def _construct_number(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    """A number as written; YAML 1.1 would read 24:00:00 as a number in base 60."""
-    if ":" in node.value:
-        return node.value
-    return loader.construct_yaml_float(node) if node.tag.endswith("float") else loader.construct_yaml_int(node)
-
-
-for _tag in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct_number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.rendezvous import compare_ranks, meet
+from trainer.errors import InputError
 
 T = TypeVar("T")
 
@@ -118,6 +120,22 @@ def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
     if ranks.world_size > 1:
         dist.barrier()
     return work() if done is None else done
+
+
+def require_same(ranks: Ranks, name: str, value: str) -> None:
+    """Raise InputError on every rank, naming those that differ from rank 0, unless `value` is the same on all ranks."""
+    if ranks.world_size == 1:
+        return
+    values: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(values, (value, socket.gethostname()))
+    different = [
+        f"  - rank {rank} on {host} has {own}, rank 0 on {values[0][1]} has {values[0][0]}"
+        for rank, (own, host) in enumerate(values)
+        if own != values[0][0]
+    ]
+    if different:
+        listed = "\n".join(different[:8])
+        raise InputError(f"{name} are not the same on all ranks:\n{listed}\nGive every node the same copy of the set")
 
 
 def agree(values: Tensor, ranks: Ranks) -> Tensor:

@@ -11,13 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from trainer.errors import MACHINE_FAULTS
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ADVICE = {
-    errno.EACCES: ". Change the rights of the file or its folder, or take another one",
-    errno.EPERM: ". Change the rights of the file or its folder, or take another one",
-    errno.EROFS: ". Take a folder that can be written",
-    errno.EMFILE: ". Raise the limit of open files: ulimit -n 4096",
-    errno.ENFILE: ". The machine has too many open files: end other processes",
+    errno.EACCES: "change the rights of the file or its folder, or take another one",
+    errno.EPERM: "change the rights of the file or its folder, or take another one",
+    errno.EROFS: "take a folder that can be written",
+    **MACHINE_FAULTS,
 }
 
 
@@ -69,8 +70,8 @@ def describe_os_error(error: OSError, needed: int | None = None) -> str:
     if error.errno in _NO_ROOM:
         size = f"{needed / 2**20:.1f} MiB are needed, " if needed is not None else ""
         return f"can't write {path}: {error.strerror} ({size}{_free(path)}). Make room there, or take another folder"
-    advice = _ADVICE.get(error.errno or 0, "")
-    return f"{path}: {error.strerror}{advice}"
+    advice = _ADVICE.get(error.errno or 0)
+    return f"{path}: {error.strerror}" + (f": {advice}" if advice else "")
 
 
 def _free(path: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
+from trainer.data.decoding import decode
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.errors import InputError
@@ -26,15 +26,19 @@ _GAP = 2
 def write_preview(config: Config, num_images: int, out: Path, step: int = 0) -> str:
     """Write a PNG grid of the first images of a step with the views that this run's seed gives them; returns a line that
     says what it shows. Values are what the model's scaling makes of the pixels, brought back to 0..255."""
+    if out.suffix.lower() not in Image.registered_extensions():
+        raise InputError(f"--out is {out}: give a name that ends as a picture's, such as preview.png")
+    out.parent.mkdir(parents=True, exist_ok=True)
     index = open_shared_index(config, Ranks())
-    num_images = min(num_images, config.data.images_per_step)
+    images_per_step = min(config.data.images_per_step, len(index))  # a set may be smaller than the step of the recipe
+    num_images = min(num_images, images_per_step)
     if num_images < 1:
         raise InputError(f"--images is {num_images}: give at least 1")
     planner = Planner(
         config.views,
         seed=config.seed,
         num_images=len(index),
-        images_per_step=config.data.images_per_step,
+        images_per_step=images_per_step,
         rows=Rows(0, num_images),
     )
     loader = ViewLoader(
@@ -49,10 +53,9 @@ def write_preview(config: Config, num_images: int, out: Path, step: int = 0) -> 
     )
     batch = next(iter(loader))
     views = _shown(batch.views, config).unflatten(0, (config.views.num_views, num_images))
-    originals = [_fit(index.read(int(i)), views.shape[-1]) for i in batch.image_ids]
+    originals = [_fit(decode(index.read(int(i))), views.shape[-1]) for i in batch.image_ids]
     rows = [[originals[n], *(v[n].permute(1, 2, 0).numpy() for v in views)] for n in range(num_images)]
     grid = np.concatenate([np.concatenate([_cell(cell) for cell in row], axis=1) for row in rows], axis=0)
-    out.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(grid).save(out)
     return f"{out}: {num_images} images, each beside its {config.views.num_views} views of step {step} (seed {config.seed})"
 
@@ -64,9 +67,9 @@ def _shown(pixels: Tensor, config: Config) -> Tensor:
     return ((scale(pixels) * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-def _fit(data: bytes, side: int) -> np.ndarray:
-    """The whole image inside a square of `side` pixels, (side, side, 3)."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
+def _fit(pixels: np.ndarray, side: int) -> np.ndarray:
+    """The whole image (H, W, 3) inside a square of `side` pixels, (side, side, 3)."""
+    image = Image.fromarray(pixels)
     scale = side / max(image.size)
     small = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     square = Image.new("RGB", (side, side), "white")

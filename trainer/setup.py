@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype
-from trainer.distributed import make_slice_group, one_rank_a_node_first, wrap_model
+from trainer.distributed import make_slice_group, one_rank_a_node_first, require_same, wrap_model
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
 from trainer.files import atomic_write
@@ -115,6 +116,8 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
     check_backend(config, device)
     index = images_of_run(open_shared_index(config, ranks), config, run_dir, ranks)
+    check_set_size(config, len(index), say=ranks.is_first)
+    require_same(ranks, "the images of " + config.data.train_split, f"{len(index)} ({index.fingerprint})")
     rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
     planner = Planner(
         config.views,
@@ -178,9 +181,9 @@ def open_shared_index(config: Config, ranks: Ranks) -> Index:
     root, split = Path(config.data.root), config.data.train_split
     if not config.data.root:
         raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
-    index = one_rank_a_node_first(ranks, lambda: open_index(root, split, progress=ranks.is_first))
-    check_set_size(config, len(index), say=ranks.is_first)
-    return index
+    return one_rank_a_node_first(
+        ranks, lambda: open_index(root, split, progress=ranks.is_first, max_classes=config.data.max_classes)
+    )
 
 
 def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None:
@@ -198,7 +201,8 @@ def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None
             dist.barrier()
     finally:
         if ranks.local_rank == 0:  # also where another rank failed: no memory is left behind
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # what went wrong before it is what is told
+                path.unlink()
     return cache
 
 

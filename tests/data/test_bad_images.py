@@ -211,13 +211,21 @@ def test_a_share_of_those_read_stops_the_run_from_a_hundred_on() -> None:
     bad = BadImages(FewNames(1_000_000), 0.01)
     bad.images_read = 1000
     add(bad, 99)
-    with pytest.raises(InputError, match=r"^100 of the 1000 images read so far can't be used \(10.00%"):
+    with pytest.raises(InputError, match=r"^100 of the 1100 images read so far can't be used \(9.09%"):
         add(bad, 1, first=99)
     fine = BadImages(FewNames(1_000_000), 0.01)
     fine.images_read = 50_000
-    add(fine, 500)
-    with pytest.raises(InputError, match=r"^501 of the 50000 images read"):
-        add(fine, 1, first=500)
+    add(fine, 505)
+    with pytest.raises(InputError, match=r"^506 of the 50506 images read"):
+        add(fine, 1, first=505)
+
+
+def test_a_share_of_1_never_stops_a_run_that_has_an_image_left() -> None:
+    """Each bad image costs another read, of the one that takes its place: no more can be bad than were read."""
+    bad = BadImages(FewNames(5_100), 1.0)
+    bad.images_read = 80
+    add(bad, 5_000)
+    assert len(bad.ids) == 5_000
 
 
 def test_known_images_are_no_share_of_what_this_run_read() -> None:

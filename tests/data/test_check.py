@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pictures import damaged_png, encoded, image, make_folder, make_tar, shared
 
+from trainer.cli import main
 from trainer.data.check import check_data
 from trainer.data.prepare import prepare
 from trainer.errors import InputError
@@ -23,13 +24,36 @@ def test_odd_files() -> None:
     assert all(problem for _, problem in report.bad)
 
 
-def test_folder_of_any_depth(tmp_path: Path) -> None:
+def test_folder_without_splits(tmp_path: Path) -> None:
     files = {"a.jpg": JPEG, "x/y/b.png": damaged_png(), "x/c.txt": b"text", ".hidden": b"x", "x/.h/d.jpg": b"x"}
     (tmp_path / "x/y").mkdir(parents=True)
     (tmp_path / "x/loop").symlink_to(tmp_path / "x")
     report = check_data(make_folder(tmp_path, files))
-    assert report.checked == 3
-    assert [name for name, _ in report.bad] == ["x/c.txt", "x/y/b.png"]
+    assert report.checked == 2
+    assert [name for name, _ in report.bad] == ["x/y/b.png"]
+    assert "1 files lie beside the class folders, left out (a.jpg)" in report.notes[0]
+    assert report.notes[1] == "split .: 1 files are no pictures, left out (x/c.txt)"
+
+
+def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        "README.md": b"x",
+        "labels.csv": b"x",
+        "train/README": b"x",
+        "train/cat/LICENSE": b"text",
+        "train/list.txt": b"x",
+    }
+    make_folder(tmp_path, files | {"train/cat/a.jpg": JPEG, "train/cat/b.csv": b"1,2", "val/v.jpg": JPEG})
+    assert main(["check-data", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "split train: 3 files, 1 class of 3 to 3 images" in out
+    assert "split val: 1 files, no labels" in out
+    assert "note: split train: 2 files are no pictures, left out (train/cat/LICENSE, train/cat/b.csv)" in out
+    assert f"note: {tmp_path}/val: has no class folders: its 1 files are taken without labels" in out
+    (tmp_path / "train/cat/c.jpg").write_bytes(b"text")
+    (tmp_path / "train/cat/d").write_bytes(bytes(5))
+    assert main(["check-data", str(tmp_path)]) == 1
+    assert [name for name, _ in check_data(tmp_path).bad] == ["train/cat/c.jpg", "train/cat/d"]
 
 
 def test_one_split_of_a_folder(tmp_path: Path) -> None:
@@ -44,11 +68,15 @@ def test_shards(tmp_path: Path) -> None:
     make_tar(
         tmp_path / "train-000000.tar", [("a.jpg", JPEG), ("a.cls", b"0"), ("b.png", damaged_png()), ("b.cls", b"0")]
     )
-    make_tar(tmp_path / "train-000001.tar", [("c.jpg", JPEG)])
+    make_tar(tmp_path / "train-000001.tar", [("c.cls", b"0")])
     make_tar(tmp_path / "val-000000.tar", [("d.webp", encoded("WEBP")), ("d.cls", b"0")])
     report = check_data(tmp_path)
     assert [name for name, _ in report.bad] == ["train-000001.tar", "train-000000.tar/b.png"]
     assert (report.checked, report.converted) == (3, 1)
+    assert report.splits == [
+        "split train: 2 files, 1 class of 2 to 2 images",
+        "split val: 1 files, 1 class of 1 to 1 images",
+    ]
     assert check_data(tmp_path, splits=["val"]).checked == 1
     with pytest.raises(InputError, match="no shards of split test; it has train, val"):
         check_data(tmp_path, splits=["test"])

@@ -12,7 +12,7 @@ import pytest
 from pictures import damaged_png, encoded, image, png_16_bit, png_chunks, shared
 from PIL import Image
 
-from trainer.data.formats import HEAD_BYTES, decode_fully, inspect_head, inspect_image, to_direct
+from trainer.data.formats import HEAD_BYTES, decode_rgb, inspect_head, inspect_image, to_direct
 from trainer.errors import InputError
 
 JPEG, PNG = encoded("JPEG"), encoded("PNG")
@@ -148,8 +148,8 @@ def test_damage_inside_is_found_by_decoding() -> None:
     damaged = damaged_png()
     assert inspect_image(damaged).kind == "direct"
     with pytest.raises(InputError, match="Error"):
-        decode_fully(damaged)
-    decode_fully(PNG)
+        decode_rgb(damaged)
+    decode_rgb(PNG)
 
 
 def test_a_usual_file_takes_microseconds() -> None:
@@ -250,6 +250,6 @@ def test_damaged_files_called_direct_are_safe() -> None:
     for data, pixels in zip(files, decoded, strict=True):
         if pixels is None:
             with pytest.raises(InputError):
-                decode_fully(data)
+                decode_rgb(data)
         else:
             np.testing.assert_array_equal(pixels, as_pillow(data))

@@ -166,15 +166,10 @@ def test_odd_files(tmp_path: Path) -> None:
         ({}, "train", "no split 'train' in it .it holds: nothing"),
         ({"train/cat/a.jpg": JPEG}, "val", "no split 'val' in it .it holds: train"),
         ({"cat/a.jpg": JPEG}, "train", "no split 'train' in it .it holds: cat"),
-        ({"train/a.jpg": JPEG, "train/b.jpg": JPEG}, "train", "train: 2 files lie loose in it, without class folders"),
-        ({"train/cat/a.jpg": JPEG, "val/v.jpg": JPEG}, "val", "val: 1 files lie loose in it"),
-        (
-            {"train/cat/a.jpg": JPEG, "val/images/v.jpg": JPEG},
-            "val",
-            "none of its 1 folders .images. is a class of the train",
-        ),
-        ({"train/.x": b""}, "train", "train: it is empty"),
-        ({"train/cat/.x": b"", "train/dog/.x": b""}, "train", "its class folders .cat, dog. hold no files"),
+        ({"train/.x": b""}, "train", "train: there are no files in it"),
+        ({"train/cat/.x": b"", "train/dog/.x": b""}, "train", "train: there are no files in it"),
+        ({"train/cat/a.jpg": JPEG, "x/b.jpg": JPEG}, "../x", "'../x' is no folder inside"),
+        ({"train/cat/a.jpg": JPEG}, "/etc", "'/etc' is no folder inside"),
         ({"train/cat/a.jpg": b"text"}, "train", "no image among 1 files; cat/a.jpg: no readable picture"),
     ],
 )
@@ -182,7 +177,57 @@ def test_layout_errors_name_path_and_layout(tmp_path: Path, files: dict[str, byt
     make_folder(tmp_path, files)
     with pytest.raises(InputError, match=message) as error:
         open_index(tmp_path, split)
-    assert "expected ROOT/SPLIT/CLASS/IMAGE" in str(error.value)
+    assert "expected ROOT/SPLIT/CLASS/IMAGE" in str(error.value) or "no folder inside" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "note"),
+    [
+        (["train/a.jpg", "train/b.jpg"], "train", "train: has no class folders: its 2 files are taken without labels"),
+        (["a.jpg", "b.jpg"], ".", "has no class folders: its 2 files are taken without labels"),
+        (["train/cat/a.jpg", "val/v.jpg"], "val", "val: has no class folders: its 1 files are taken without labels"),
+        (
+            ["train/cat/a.jpg", "test/images/v.jpg"],
+            "test",
+            "none of its 1 folders (images) is a class of the training split (cat): its 1 files are taken without labels",
+        ),
+    ],
+)
+def test_images_without_classes_have_no_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: list[str], split: str, note: str
+) -> None:
+    make_folder(tmp_path, dict.fromkeys(names, JPEG))
+    for _ in range(2):  # built, then opened as it was kept
+        index = open_index(tmp_path, split)
+        assert set(index.labels.tolist()) == {-1}
+        assert {index.read(i) for i in range(len(index))} == {JPEG}
+        assert len(index) == sum(name.startswith(split) or split == "." for name in names)
+    assert note in caplog.text
+    assert caplog.text.count(note) == 1, "the second opening indexed the files again"
+
+
+def test_a_folder_of_classes_without_splits(tmp_path: Path) -> None:
+    make_folder(tmp_path, {"cat/a.jpg": JPEG, "dog/b.jpg": JPEG})
+    index = open_index(tmp_path, ".")
+    assert (index.class_names, index.labels.tolist()) == (["cat", "dog"], [0, 1])
+
+
+def test_class_folders_that_are_broken_links_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_folder(tmp_path, {"train/cat/a.jpg": JPEG})
+    (tmp_path / "train/loop").symlink_to("loop")
+    (tmp_path / "train/one").symlink_to("two")
+    (tmp_path / "train/two").symlink_to("one")
+    (tmp_path / "train/gone").symlink_to("/no/such/folder")
+    assert open_index(tmp_path, "train").class_names == ["cat"]
+    assert "4 links lead nowhere, left out (gone, loop, one, two)" in caplog.text
+
+
+def test_a_file_over_4_gib_costs_itself_only(tmp_path: Path) -> None:
+    make_folder(tmp_path, {"train/cat/a.jpg": JPEG})
+    with (tmp_path / "train/cat/huge.jpg").open("wb") as file:
+        file.truncate(2**32 + 7)  # takes no room on the disk
+    assert len(open_index(tmp_path, "train")) == 1
+    assert (tmp_path / ".wmse_index/train.bad.txt").read_text() == "cat/huge.jpg\t2 GiB or larger\n"
 
 
 def test_missing_root(tmp_path: Path) -> None:
@@ -194,13 +239,12 @@ def test_empty_class_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
     folder_set(tmp_path)
     (tmp_path / "train/ape").mkdir()
     assert open_index(tmp_path, "train").class_names == ["ape", "cat", "dog"]
-    assert "1 class folders without a file (ape)" in caplog.text
+    assert "the class folder ape holds no files" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([*sample("ok"), ("b.jpg", JPEG)], r"b \(b.jpg\) has 1 pictures and 0 labels"),
         ([*sample("ok"), ("b.cls", b"1")], r"b \(b.cls\) has 0 pictures and 1 labels"),
         ([("b.jpeg2000", JPEG), ("b.cls", b"1")], r"b \(b.jpeg2000, b.cls\) has 0 pictures"),
         ([("b.jpg", JPEG), ("b.png", JPEG), ("b.cls", b"1")], "has 2 pictures"),
@@ -208,7 +252,7 @@ def test_empty_class_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ([*sample("a"), *sample("b"), *sample("a")], "a.jpg: the parts of sample a are not adjacent"),
         (
             [("a.jpg", JPEG), ("b.jpg", JPEG), ("a.cls", b"1"), ("b.cls", b"1")],
-            r"a \(a.jpg\) has 1 pictures and 0 labels",
+            r"a.cls: the parts of sample a are not adjacent",
         ),
         (sample("a", "cat"), "a.cls: the label b'cat' is not a whole number"),
         (sample("a", -2), "a.jpg: label -2 is none of the"),

@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import os
 import struct
+import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,8 @@ from trainer.data.index import open_index
 from trainer.data.prepare import Shrink, choose_images, prepare
 from trainer.data.sets import ArraySplit, KnownSet
 from trainer.errors import InputError
+
+module = sys.modules["trainer.data.prepare"]
 
 JPEG = encoded("JPEG")
 DEMO_DATA = Path(__file__).parents[2] / "demo_data"
@@ -160,7 +164,7 @@ def test_wrong_arguments(tmp_path: Path, arguments: dict[str, object], message: 
 
 def test_splits_without_train_must_agree(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "s", {"a/cat/1.jpg": JPEG, "b/dog/1.jpg": JPEG})
-    with pytest.raises(InputError, match="same class folders: a, b"):
+    with pytest.raises(InputError, match="need the same ones, but they differ: a, b"):
         prepare(str(source), tmp_path / "dest", progress=False)
 
 
@@ -252,3 +256,88 @@ def test_demo_set() -> None:
         assert set(index.heights) == set(index.widths) == {28}
         assert index.class_names[9] == "Ankle boot"
     assert "Zalando SE" in (DEMO_DATA / "LICENSE-fashion-mnist.txt").read_text()
+
+
+# --- what an hour of work is not lost by ---
+
+
+def test_all_splits_are_looked_at_before_anything_is_written(tmp_path: Path) -> None:
+    source = source_folder(tmp_path / "s")
+    (source / "test").mkdir()
+    with pytest.raises(InputError, match="test: there are no files in it"):
+        prepare(str(source), tmp_path / "dest", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+    prepare(str(source), tmp_path / "dest", splits=["train", "val"], progress=False)
+    assert len(open_index(tmp_path / "dest", "train")) == 8
+
+
+def test_splits_without_classes_are_taken_without_labels(tmp_path: Path) -> None:
+    source = make_folder(source_folder(tmp_path / "s"), {"test/images/t.jpg": JPEG, "extra/e.jpg": JPEG})
+    prepare(str(source), tmp_path / "dest", progress=False)
+    for split in ("test", "extra"):
+        index = open_index(tmp_path / "dest", split)
+        assert (index.labels.tolist(), index.class_names, index.read(0)) == ([-1], ["cat", "dog"], JPEG)
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    make_folder(tmp_path / "s", {f"train/{name}/{name}.jpg": JPEG, "train/dog/a.jpg": JPEG})
+    prepare(str(tmp_path / "s"), tmp_path / "dest", progress=False)
+    for _ in range(2):
+        index = open_index(tmp_path / "dest", "train")
+        assert (sorted(index.class_names), [index.read(i) for i in range(2)]) == ([name, "dog"], [JPEG, JPEG])
+        (tmp_path / "dest/train.index").unlink(missing_ok=True)  # the second time from the tars alone
+
+
+def test_a_start_that_was_ended_goes_on_with_the_splits_it_had_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
+    prepare(str(source), tmp_path / "unbroken", progress=False)
+    write = module._write_shards
+
+    def write_or_end(*args):
+        if "val" in args:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(module, "_write_shards", write_or_end)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(source), dest, progress=False)
+    assert "the same command goes on with them" in caplog.text
+    assert not dest.exists()
+    written: list[str] = []
+    monkeypatch.setattr(module, "_write_shards", lambda *args: (written.append(args[3]), write(*args))[1])
+    prepare(str(source), dest, progress=False)
+    assert written == ["val"]
+    assert {p.name: p.read_bytes() for p in dest.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "unbroken").iterdir()
+    }
+
+
+def test_a_completed_split_of_other_settings_or_images_is_written_again(tmp_path: Path, monkeypatch) -> None:
+    source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
+    monkeypatch.setattr(
+        module, "write_text", lambda path, text: path.write_text(text) if "dataset" not in path.name else 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        prepare(str(source), dest, progress=False)
+    monkeypatch.undo()
+    (source / "train/cat/0.jpg").unlink()
+    prepare(str(source), dest, images_per_shard=2, progress=False)
+    assert len(open_index(dest, "train")) == 7
+    assert len(members(dest, "train")) == 14
+
+
+def test_two_at_once_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
+    write = module._write_shards
+
+    def start_another(*args):
+        with pytest.raises(InputError, match="dest: another `wmse prepare` is writing it"):
+            prepare(str(source), dest, progress=False)
+        return write(*args)
+
+    monkeypatch.setattr(module, "_write_shards", start_another)
+    prepare(str(source), dest, progress=False)
+    assert len(open_index(dest, "train")) == 8

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -11,8 +12,12 @@ import pytest
 from pictures import encoded, make_folder, make_tar
 
 import trainer.data.reading as reading
+from trainer.data.check import Place
+from trainer.data.check import _check as check_place
 from trainer.data.index import Index, open_index
+from trainer.data.index_build import _inspect_file as inspect_file
 from trainer.data.reading import ImageReader
+from trainer.errors import InputError
 
 PICTURES = {f"train/c/{i}.png": encoded("PNG") for i in range(4)}
 
@@ -190,3 +195,28 @@ def test_a_pipe_where_a_picture_was_is_not_waited_for(folder, tmp_path):
     path.mkdir()
     assert "Is a directory" in ImageReader(folder).read(1)[1]
     assert str(path) in ImageReader(folder).read(1)[1]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_the_machine_lacks_is_never_blamed_on_the_image(folder, pauses, monkeypatch, number):
+    failing(folder, monkeypatch, OSError(number, os.strerror(number), "/x/1.png"))
+    with pytest.raises(InputError, match=rf"can't read /x/1.png: {os.strerror(number)}: \w+"):
+        ImageReader(folder).read(1)
+    monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+    with pytest.raises(InputError, match=os.strerror(number)):
+        inspect_file("x")
+    with pytest.raises(InputError, match=os.strerror(number)):
+        check_place(10**6, Place("x", "x", 0))
+
+
+def test_more_shards_than_the_process_may_open(tmp_path):
+    for number in range(40):
+        make_tar(tmp_path / f"train-{number:06d}.tar", [("a.png", encoded("PNG"))])
+    index = open_index(tmp_path, "train")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 20, hard))
+    try:
+        assert {ImageReader(index).read(i)[1] for i in range(40)} == {None}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

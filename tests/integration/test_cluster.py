@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -130,6 +132,20 @@ def test_all_ranks_end_if_another_run_holds_the_folder(
     assert time.monotonic() - began < 15
     assert all("is in use by another process" in rank.output() for rank in late)
     assert state(tmp_path / "run")[0] == "running"
+
+
+def test_ranks_whose_copies_of_the_set_differ_end_before_the_first_step(
+    words: Callable[..., Words], begin: Callable[..., list[Started]], tiny_set: Path, tmp_path: Path
+) -> None:
+    for rank in range(2):
+        shutil.copytree(tiny_set, tmp_path / f"copy{rank}")
+    next((tmp_path / "copy1/train").rglob("*.JPEG")).unlink()
+    ranks = begin(words("--data.root", tmp_path / "copy{rank}"), 2)
+    assert [rank.wait(30) for rank in ranks] == [2, 2]
+    for rank in ranks:
+        assert "the images of train are not the same on all ranks:" in rank.output()
+        assert f"rank 1 on {socket.gethostname()} has " in rank.output()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_ranks_over_which_the_batch_does_not_divide_stay_idle(

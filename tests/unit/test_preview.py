@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.conftest import write_images
 from trainer.config_load import load_config
+from trainer.errors import InputError
 from trainer.preview import write_preview
 
 SIDE, CELL = 32, 100  # 32 px enlarged three times, with a gap of 2 around
@@ -44,3 +45,14 @@ def test_seed_and_step_decide_what_is_shown(tiny_config: Path, squares: Path) ->
     assert np.array_equal(first, cells(tiny_config, squares))
     for other in (cells(tiny_config, squares, "--seed", "1"), cells(tiny_config, squares, step=1)):
         assert np.abs(first - other).mean() > 20
+
+
+def test_a_set_smaller_than_a_step_is_drawn(tiny_config: Path, squares: Path) -> None:
+    assert cells(tiny_config, squares, "--data.images_per_step", "1024").shape[0] == 4
+
+
+def test_a_name_that_is_no_pictures_is_refused_first(tiny_config: Path, squares: Path) -> None:
+    config = load_config(tiny_config, ["--data.root", str(squares)])
+    with pytest.raises(InputError, match=r"--out is .*x.xyz: give a name that ends as a picture's"):
+        write_preview(config, 4, squares / "new/x.xyz")
+    assert not (squares / "new").exists()

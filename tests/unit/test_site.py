@@ -36,7 +36,7 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
     [
         ("partitoin: a", "unknown option partitoin in .*site.yaml: did you mean partition?"),
         ("cpus_per_task: many", "cpus_per_task in .*site.yaml is 'many': give a whole number"),
-        ("exclusive: 3", "exclusive in .* is 3: give true or false"),
+        ("exclusive: 3", "exclusive in .* is '3': give true or false"),
         ("setup: module load cuda", "give a list of lines"),
         ("environment: [A]", "give a mapping"),
         ("time: soon", "the time limit is 'soon'"),

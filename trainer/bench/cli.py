@@ -39,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         type=Path,
+        action="append",
         metavar="FILE",
-        help="the experiment, YAML (loss: one rank's step; default: the recipes')",
+        help="the experiment: YAML or a recipe's name (loss: one rank's step; default: the recipes')",
     )
     parser.add_argument(
         "--ranks", type=int, metavar="R", help="loss: ranks that share the experiment's step (default 1)"
@@ -97,7 +98,7 @@ def run_bench(own: Options, settings: list[str], num_ranks: int) -> int:
     if result is None:  # not the first rank
         return DONE
     if own.config is not None:
-        result |= {"config": str(own.config), "overrides": settings}
+        result |= {"config": " ".join(map(str, own.config)), "overrides": settings}
     text = json.dumps(result)
     if own.out is not None:
         from trainer.files import write_text

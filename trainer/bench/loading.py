@@ -20,6 +20,7 @@ from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.shards import list_shards
 from trainer.device import choose_device
+from trainer.run_plan import check_set_size
 from trainer.setup import open_shared_index
 
 WARMUP_STEPS = 3
@@ -61,6 +62,7 @@ def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | N
     """Batch after batch of the config's plan, for as long as asked; cold: from files that are not in the page cache. cache: of
     decoded images; None: each batch is decoded, whatever the config says."""
     index = open_shared_index(config, Ranks())
+    check_set_size(config, len(index))
     images = config.data.images_per_step
     planner = Planner(
         config.views, seed=config.seed, num_images=len(index), images_per_step=images, rows=Rows(0, images)

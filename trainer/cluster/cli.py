@@ -12,7 +12,9 @@ from trainer.errors import InputError
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own options; site options and run settings are split off later."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the experiment, YAML")
+    parser.add_argument(
+        "--config", type=Path, action="append", metavar="FILE", help="the experiment: YAML, or the name of a recipe"
+    )
     parser.add_argument("--cluster", choices=("slurm", "local"), required=True, help="local: this machine")
     parser.add_argument("--nodes", default="1", metavar="N", help="nodes, or a range such as 4-8 (default 1)")
     parser.add_argument("--ranks_per_node", type=int, default=1, metavar="R", help="ranks, one per GPU (default 1)")
@@ -44,7 +46,7 @@ def run_launch(own: argparse.Namespace, rest: Sequence[str]) -> int:
     from trainer.cluster.launch_checks import Request
 
     request = Request(
-        config=own.config,
+        config=own.config or [],
         settings=settings,
         array=own.array,
         nodes=own.nodes,

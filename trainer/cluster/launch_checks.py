@@ -26,7 +26,7 @@ from trainer.run_plan import plan_lines, plan_warnings
 class Request:
     """What the command line asked for."""
 
-    config: Path
+    config: Sequence[Path]
     settings: Sequence[str]
     """Words such as --seed 1, over the config."""
     array: str

@@ -71,7 +71,7 @@ def load_site(path: Path | None, words: Sequence[str]) -> Site:
     """The options of a YAML file, then `words` (--option value) over them.
 
     Raises InputError for an unknown option, suggesting the closest, or for a value of the wrong type."""
-    from trainer.config_load import read_yaml
+    from trainer.config_yaml import read_yaml
 
     values: dict[str, Any] = read_yaml(path) if path else {}
     unknown = [key for key in values if key not in SITE_KEYS]
@@ -155,7 +155,7 @@ def _check_names(site: Site) -> None:
 
 
 def _convert(where: str, value: Any, default: Any) -> Any:
-    """A value of the type of `default`. YAML gives 480 where a string is meant; the command line gives strings only."""
+    """Text from a file or the command line as a value of the type of `default`."""
     if isinstance(default, bool):
         if str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
@@ -165,18 +165,13 @@ def _convert(where: str, value: Any, default: Any) -> Any:
             raise InputError(f"{where} is {value!r}: give a whole number")
         return int(value)
     if isinstance(default, str):
-        if isinstance(value, (str, int)) and not isinstance(value, bool):
-            return str(value)
-        raise InputError(f"{where} is {value!r}: give one word or number (times such as 12:00:00 in quotes)")
+        if isinstance(value, str):
+            return value
+        raise InputError(f"{where} is {value!r}: give one word or number")
     if isinstance(default, tuple):
         if isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in value):
             return tuple(value)
         raise InputError(f"{where} is {value!r}: give a list of lines")
-    if isinstance(value, dict) and all(isinstance(item, (str, int, float)) for item in value.values()):
-        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
+        return value
     raise InputError(f"{where} is {value!r}: give a mapping such as {{NAME: value}}")
-
-
-def _plain(value: Any) -> str:
-    """A value from YAML as sbatch and the shell take it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

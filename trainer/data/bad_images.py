@@ -59,6 +59,7 @@ class BadImages:
             if image_id in self.ids:
                 return
             self.ids.add(image_id)
+            self.images_read += 1  # the image that takes its place
         name, problem = self.index.name(image_id), printable(problem)
         _log.warning("can't use %s: %s; the next image of the set takes its place", printable(name), problem)
         if self.quarantine is not None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.index import Index
+from trainer.data.printable import size_text
 from trainer.errors import InputError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -30,13 +31,9 @@ def check_cache_size(index: Index, most_gib: float) -> None:
     needed = decoded_bytes(index)
     if needed > most_gib * _GIB:
         raise InputError(
-            f"data.decode_cache_gib is {most_gib:g}, but the {len(index)} images take {_size(needed)} decoded: give as much, "
-            "if the node has it, or 0 for no cache; `wmse prepare --max_side` makes pictures smaller"
+            f"data.decode_cache_gib is {most_gib:g}, but the {len(index)} images take {size_text(needed)} decoded: give as "
+            "much, if the node has it, or 0 for no cache; `wmse prepare --max_side` makes pictures smaller"
         )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes > 0.1 * _GIB else f"{num_bytes / 2**20:.2f} MiB"
 
 
 class DecodeCache:
@@ -50,9 +47,9 @@ class DecodeCache:
         sizes = 3 * index.heights.astype(np.int64) * index.widths
         self._starts = len(index) + np.concatenate([[0], np.cumsum(sizes)])
         total = int(self._starts[-1])
-        if create:
-            self.forget_name()  # of a run that was killed just then
         try:
+            if create:
+                self.forget_name()  # of a run that was killed just then
             flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
             descriptor = os.open(path, flags, 0o600)
             try:
@@ -64,14 +61,13 @@ class DecodeCache:
             with contextlib.suppress(OSError):
                 self.forget_name()
             raise InputError(
-                f"data.decode_cache_gib: no {_size(total)} of shared memory in {path.parent} ({error.strerror}): give the "
+                f"data.decode_cache_gib: no {size_text(total)} of shared memory in {path.parent} ({error.strerror}): give the "
                 "node or container more, or set it to 0"
             ) from error
 
     def forget_name(self) -> None:
         """No later process finds the memory."""
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
     def get(self, image_id: int) -> NDArray[np.uint8] | None:
         """(H, W, 3), not to be written to; None where nobody has decoded the image yet."""

@@ -20,6 +20,9 @@ Kind = Literal["direct", "convert", "bad"]
 # Only these of Pillow's readers are used: others start programs (EPS) or guess from very little (TGA).
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM")
 MAX_PIXELS = 178_956_970  # Pillow refuses larger pictures as decompression bombs; one rule for both decoders
+MOST_PASSES = (
+    16  # times that a progressive JPEG's scans may go over the largest picture allowed; usual ones have 10 scans
+)
 HEAD_BYTES = 16 * 1024  # settles nearly all photographs: what precedes the size is EXIF and colour profiles
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -43,6 +46,11 @@ class _Structure(NamedTuple):
     body: int  # offset of the compressed pixels
 
 
+class _Body(NamedTuple):
+    is_whole: bool
+    scans: int = 1
+
+
 def inspect_head(head: bytes) -> ImageInfo | None:
     """Verdict from a file's first bytes, for building an index without reading whole files.
 
@@ -52,16 +60,28 @@ def inspect_head(head: bytes) -> ImageInfo | None:
     return structure.info if structure and structure.info.kind == "direct" else None
 
 
-def inspect_image(data: bytes) -> ImageInfo:
-    """Verdict on a whole file. Never raises.
+def inspect_image(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageInfo:
+    """Verdict on a whole file, which is bad if it has more than `max_pixels`. Never raises.
 
-    A JPEG or PNG of broken structure is decoded to tell; damage that leaves the structure whole only `decode_fully` finds.
+    A JPEG or PNG of broken structure is decoded to tell; damage that leaves the structure whole only decoding finds.
     """
     structure = _walk(data)
-    whole = structure is not None and _IS_WHOLE[structure.info.format](data, structure.body)
-    if structure is not None and whole and structure.info.kind == "direct":
+    body = _BODIES[structure.info.format](data, structure.body) if structure else _Body(False)
+    if structure and (problem := _is_too_much(structure.info, body.scans, max_pixels)):
+        return ImageInfo("bad", "", 0, 0, problem)
+    if structure and body.is_whole and structure.info.kind == "direct":
         return structure.info
-    return _ask_pillow(data, whole)
+    return _ask_pillow(data, body.is_whole, max_pixels)
+
+
+def _is_too_much(info: ImageInfo, scans: int, max_pixels: int) -> str:
+    """What a decoder would take too much memory or time for."""
+    pixels = info.height * info.width
+    if pixels > max_pixels:
+        return f"has {info.height}x{info.width} pixels, more than data.max_image_pixels {max_pixels:,}"
+    if scans * pixels > MOST_PASSES * max_pixels:  # each scan goes over all pixels: a small file may take minutes
+        return f"has {scans} scans of {info.height}x{info.width} pixels, {MOST_PASSES} times data.max_image_pixels"
+    return ""
 
 
 def to_direct(data: bytes) -> bytes:
@@ -80,13 +100,9 @@ def decode_rgb(data: bytes) -> Image.Image:
 def encode_png(image: Image.Image) -> bytes:
     """PNG without compression: 1.6 times the bytes of the lowest level, but half the time to write and to decode."""
     png = io.BytesIO()
+    image.info.clear()  # such as the transparent colour of another mode, which would make the PNG invalid
     image.save(png, "PNG", compress_level=0)
     return png.getvalue()
-
-
-def decode_fully(data: bytes) -> None:
-    """Decode every pixel; raises InputError naming the damage (truncated, broken stream, no picture)."""
-    _decode(data)
 
 
 def _decode(data: bytes) -> Image.Image:
@@ -102,15 +118,18 @@ def _open(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
 
 
-def _ask_pillow(data: bytes, whole: bool) -> ImageInfo:
+def _ask_pillow(data: bytes, whole: bool, max_pixels: int) -> ImageInfo:
     """Pillow's verdict, by its header alone, or by a full decode for a JPEG or PNG whose structure looks broken."""
     try:
         image = _open(data)
+        size = ImageInfo("convert", image.format or "", image.height, image.width)
+        if problem := _is_too_much(size, 1, max_pixels):
+            return ImageInfo("bad", "", 0, 0, problem)
         if not whole and image.format in ("JPEG", "MPO", "PNG"):
             image.load()
     except Exception as error:  # as in _decode
         return ImageInfo("bad", "", 0, 0, _problem(error, data))
-    return ImageInfo("convert", image.format or "", image.height, image.width)
+    return size
 
 
 def _problem(error: Exception, data: bytes) -> str:
@@ -160,16 +179,18 @@ def _jpeg_frame(data: bytes, marker: int, position: int) -> ImageInfo:
     return ImageInfo("direct" if usual and _size_is_sane(height, width) else "convert", "JPEG", height, width)
 
 
-def _jpeg_is_whole(data: bytes, body: int) -> bool:
-    """Whether from the first scan on only what may stand there does, up to the end marker."""
+def _jpeg_body(data: bytes, body: int) -> _Body:
+    """Whether from the first scan on only what may stand there does, up to the end marker; and the number of scans."""
+    scans = 1
     while found := _JPEG_MARKER.search(data, body):
         marker, body = data[found.end() - 1], found.end()
         if marker == 0xD9:
-            return True
+            return _Body(True, scans)
         if marker not in _JPEG_BETWEEN_SCANS:
-            return False
+            return _Body(False, scans)
+        scans += marker == 0xDA
         body += int.from_bytes(data[body : body + 2], "big")
-    return False
+    return _Body(False, scans)
 
 
 def _walk_png(data: bytes) -> _Structure | None:
@@ -191,21 +212,21 @@ def _walk_png(data: bytes) -> _Structure | None:
     return _Structure(ImageInfo("direct" if direct else "convert", "PNG", height, width), position)
 
 
-def _png_is_whole(data: bytes, body: int) -> bool:
+def _png_body(data: bytes, body: int) -> _Body:
     """Whether all chunks up to IEND follow each other with right checksums: DALI refuses wrong ones, Pillow not all."""
     view = memoryview(data)
     position = len(_PNG_SIGNATURE)
     while position + 12 <= len(data):
         end = position + 12 + int.from_bytes(view[position : position + 4], "big")
         if zlib.crc32(view[position + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
-            return False
+            return _Body(False)
         if view[position + 4 : position + 8] == b"IEND":
-            return True
+            return _Body(True)
         position = end
-    return False
+    return _Body(False)
 
 
-_IS_WHOLE = {"JPEG": _jpeg_is_whole, "PNG": _png_is_whole}
+_BODIES = {"JPEG": _jpeg_body, "PNG": _png_body}
 
 
 def _size_is_sane(height: int, width: int) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import resource
 import stat
 import threading
 from collections.abc import Callable
@@ -13,10 +14,19 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.index_build import LAYOUT, build_folder, find_class_names, log_left_out, open_without_waiting
-from trainer.data.index_file import Columns, IndexContent, read_index, write_index
+from trainer.data.index_build import (
+    LAYOUT,
+    build_folder,
+    file_name,
+    find_class_names,
+    log_left_out,
+    open_without_waiting,
+    some_names,
+)
+from trainer.data.index_file import COLUMN_DTYPES, SHARD_COLUMN_DTYPES, Columns, IndexContent, read_index, write_index
 from trainer.data.printable import printable
 from trainer.data.shards import (
+    MAX_CLASSES,
     TAR_BLOCK,
     build_shards,
     describe_shards,
@@ -27,6 +37,7 @@ from trainer.data.shards import (
 from trainer.errors import InputError
 from trainer.files import write_text
 
+_RULES = 2  # raised when the same files give another index, so that those of earlier versions are built again
 CACHE_FOLDER = ".wmse_index"
 MAX_OPEN_SHARDS = 256  # well below the usual limit of 1,024 open files; shards beyond it are opened for each read
 
@@ -42,6 +53,7 @@ class Index:
 
     def __init__(self, path: Path, root: Path, shards: list[Path] | None = None) -> None:
         metadata, columns = read_index(path)
+        _check_contents(path, metadata, columns, shards)
         self.split: str = metadata["split"]
         self.class_names: list[str] = metadata["class_names"]
         self.fingerprint: str = metadata["fingerprint"]
@@ -54,7 +66,6 @@ class Index:
         self._shards = shards
         self._descriptors: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._check_numbers(path)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -78,30 +89,28 @@ class Index:
             return printable(self._file_name(i))
         return printable(f"{self._shards[self._columns['shard'][i]].name}/{self._base_name(i)}")
 
+    def place(self, i: int) -> tuple[Path, int, int]:
+        """(shard, offset, number of bytes) of image i of a set of shards."""
+        assert self._shards is not None
+        number = int(self._columns["shard"][i])
+        return self._shards[number], TAR_BLOCK * int(self._columns["block"][i]), int(self._columns["nbytes"][i])
+
     def read(self, i: int) -> bytes:
         """Image i's bytes. Raises OSError naming the file where it is gone, cut or unreadable."""
         if self._shards is None:
             return _read_file(self._folder, self._file_name(i))
-        number = int(self._columns["shard"][i])
-        nbytes, offset = int(self._columns["nbytes"][i]), TAR_BLOCK * int(self._columns["block"][i])
+        shard, offset, nbytes = self.place(i)
         try:
-            data = self._read_shard(number, nbytes, offset)
+            data = self._read_shard(int(self._columns["shard"][i]), nbytes, offset)
         except OSError as error:
-            error.filename = error.filename or str(self._shards[number])  # pread knows no name
+            error.filename = error.filename or str(shard)  # pread knows no name
             raise
         if len(data) != nbytes:
-            raise OSError(f"{self._shards[number]}: cut: image {self.name(i)} has {len(data)} of {nbytes} bytes")
+            raise OSError(f"{shard}: cut: image {self.name(i)} has {len(data)} of {nbytes} bytes")
         return data
 
-    def _check_numbers(self, path: Path) -> None:
-        """A class or shard that there is none of would end a run at the image that names it, hours later."""
-        unknown_class = self.labels.max() >= len(self.class_names)
-        unknown_shard = self._shards is not None and self._columns["shard"].max() >= len(self._shards)
-        if unknown_class or unknown_shard:
-            raise InputError(f"{path}: damaged: it names a class or shard that there is none of; delete it")
-
     def _file_name(self, i: int) -> str:
-        return f"{self.class_names[self.labels[i]]}/{self._base_name(i)}"
+        return file_name(self.class_names, self.labels[i], self._base_name(i))
 
     def _base_name(self, i: int) -> str:
         ends = self._columns["name_end"]
@@ -113,7 +122,7 @@ class Index:
         descriptor = self._descriptors.get(number)
         if descriptor is None:
             with self._lock:
-                if number not in self._descriptors and len(self._descriptors) < MAX_OPEN_SHARDS:
+                if number not in self._descriptors and len(self._descriptors) < _most_open_shards():
                     self._descriptors[number] = os.open(self._shards[number], os.O_RDONLY)
             descriptor = self._descriptors.get(number)
         if descriptor is not None:
@@ -126,9 +135,45 @@ class Index:
             return os.pread(file.fileno(), nbytes, offset)
 
 
+def _most_open_shards() -> int:
+    """A quarter of the files that this process may open; shards beyond it are opened for each read."""
+    return min(MAX_OPEN_SHARDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
+def _check_contents(path: Path, metadata: dict[str, Any], columns: Columns, shards: list[Path] | None) -> None:
+    """Raises InputError where the index, which may be anyone's, would end a run at one of its images, hours later."""
+    dtypes = COLUMN_DTYPES if shards is None else COLUMN_DTYPES | SHARD_COLUMN_DTYPES
+    split, class_names = metadata.get("split"), metadata.get("class_names")
+    labels, lengths = columns.get("label"), {len(columns.get(name, ())) for name in dtypes}
+    problem = ""
+    if not isinstance(split, str) or not is_inside(split) or not isinstance(metadata.get("fingerprint"), str):
+        problem = "its split or fingerprint"
+    elif not isinstance(class_names, list) or not all(isinstance(name, str) for name in class_names):
+        problem = "its class names"
+    elif labels is None or lengths != {len(labels)} or not len(labels):
+        problem = "the lengths of its columns"
+    elif any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
+        problem = "the types of its columns"
+    elif labels.max() >= len(class_names) or labels.min() < -1:
+        problem = "a label, for which it has no class"
+    elif shards is not None and columns["shard"].max() >= len(shards):
+        problem = "a shard, which there is none of"
+    elif min(columns["height"].min(), columns["width"].min()) < 1:
+        problem = "the size of an image"
+    if problem:
+        raise InputError(
+            f"{path}: damaged: {problem} can't be right; delete it: the next start indexes the images again"
+        )
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative path stays inside the folder that it starts from."""
+    return bool(name) and not name.startswith("/") and ".." not in name.split("/")
+
+
 def _read_file(folder: Path, name: str) -> bytes:
     """FOLDER/NAME, the name from an index that may be anyone's. What is no plain file could be waited for without end."""
-    if name.startswith("/") or ".." in name.split("/"):
+    if not is_inside(name):
         raise OSError(f"{folder}: the index names a file outside of it: {printable(name)}")
     path = folder / name
     with open(path, "rb", buffering=0, opener=open_without_waiting) as file:
@@ -152,8 +197,16 @@ def _reopen(path: Path, descriptor: int) -> None:
         os.close(fresh)
 
 
-def open_index(root: Path, split: str, *, cache_dir: Path | None = None, progress: bool = False) -> Index:
-    """Open one split of a prepared set (ROOT/SPLIT.index), of others' tar shards, or of an image folder (ROOT/SPLIT/CLASS/*).
+def open_index(
+    root: Path,
+    split: str,
+    *,
+    cache_dir: Path | None = None,
+    progress: bool = False,
+    max_classes: int = MAX_CLASSES,
+) -> Index:
+    """Open one split of a prepared set (ROOT/SPLIT.index), of others' tar shards, or of an image folder (ROOT/SPLIT/CLASS/*;
+    split "." is ROOT itself). Shards without class names may have labels up to `max_classes`.
 
     The last two are looked through at the first opening, with a progress bar where wanted; the index is kept in
     ROOT/.wmse_index, or where that cannot be written below ~/.cache/wmse (or below `cache_dir`, if given), and made anew
@@ -163,18 +216,23 @@ def open_index(root: Path, split: str, *, cache_dir: Path | None = None, progres
     root = Path(root).expanduser()
     if not root.is_dir():
         raise InputError(f"{root}: no such folder; {LAYOUT}")
+    if not is_inside(split):
+        raise InputError(f"the split {split!r} is no folder inside {root}: name one, such as train")
     try:
         if list_shards(root, split):
-            return _open_shards(root, split, cache_dir, progress)
+            return _open_shards(root, split, cache_dir, progress, max_classes)
         if (root / split).is_dir():
             return _open_folder(root, split, cache_dir, progress)
     except PermissionError as error:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    found = ", ".join(sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))[:8])
-    raise InputError(f"{root}: no split {split!r} in it (it holds: {found or 'nothing'}); {LAYOUT}")
+    found = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
+    raise InputError(
+        f"{root}: no split {split!r} in it (it holds: {some_names(found) or 'nothing'}); {LAYOUT}. To train on all images "
+        "below it, give --data.train_split ."
+    )
 
 
-def _open_shards(root: Path, split: str, cache_dir: Path | None, progress: bool) -> Index:
+def _open_shards(root: Path, split: str, cache_dir: Path | None, progress: bool, max_classes: int) -> Index:
     prepared = root / f"{split}.index"
     packed = list_shards(root, split)
     needs_cache = not prepared.exists() or any(shard.suffix == ".gz" for shard in packed)
@@ -189,12 +247,12 @@ def _open_shards(root: Path, split: str, cache_dir: Path | None, progress: bool)
 
     def unchanged(metadata: dict[str, Any]) -> bool:
         same_shards = (metadata.get("shards"), metadata.get("mtimes")) == (describe_shards(shards), mtimes)
-        return same_shards and class_names in (None, metadata["class_names"])
+        return same_shards and class_names in (None, metadata["class_names"]) and _follows_rules(metadata)
 
     if not _is_current(path, unchanged):
-        content = build_shards(shards, split, class_names, progress)
+        content, notes = build_shards(shards, split, class_names, progress, max_classes)
         content.metadata["mtimes"] = mtimes
-        _keep(path, content, [])
+        _keep(path, content, notes)
     return Index(path, root, shards)
 
 
@@ -210,7 +268,7 @@ def _check_shards(prepared: Path, shards: list[Path]) -> None:
 
 
 def _open_folder(root: Path, split: str, cache_dir: Path | None, progress: bool) -> Index:
-    path = find_cache(root, cache_dir) / f"{split}.index"
+    path = find_cache(root, cache_dir) / f"{split.replace('/', '_')}.index"
     if not _is_current(path, lambda metadata: _folder_unchanged(root, split, metadata)):
         _keep(path, *build_folder(root, split, progress))
     return Index(path, root)
@@ -222,7 +280,12 @@ def _folder_unchanged(root: Path, split: str, metadata: dict[str, Any]) -> bool:
         unchanged = all((root / split / name).stat().st_mtime_ns == mtime for name, mtime in metadata["folders"])
     except (FileNotFoundError, NotADirectoryError, KeyError):
         return False
-    return unchanged and metadata["class_names"] == find_class_names(root, split)
+    return unchanged and metadata["class_names"] == find_class_names(root, split) and _follows_rules(metadata)
+
+
+def _follows_rules(metadata: dict[str, Any]) -> bool:
+    """Whether this version of the program would list the same files."""
+    return metadata.get("rules") == _RULES
 
 
 def _is_current(path: Path, unchanged: Callable[[dict[str, Any]], bool]) -> bool:
@@ -238,11 +301,21 @@ def _is_current(path: Path, unchanged: Callable[[dict[str, Any]], bool]) -> bool
 
 
 def _keep(path: Path, content: IndexContent, notes: list[str]) -> None:
+    content.metadata["rules"] = _RULES
     write_index(path, content)
     for note in notes:
         _log.warning("%s", note)
     log_left_out(content, path.with_suffix(".bad.txt"))
-    _log.info("indexed %d images of split %s in %s", len(content.names), content.metadata["split"], path)
+    labels, split = content.columns["label"], content.metadata["split"]
+    _log.info("split %s: indexed %d images (%s) in %s", split, len(labels), describe_labels(labels), path)
+
+
+def describe_labels(labels: npt.NDArray[np.int32]) -> str:
+    """How many classes and how many images of each the labels have, in words."""
+    counts = np.unique(labels[labels >= 0], return_counts=True)[1]
+    if not counts.size:
+        return "no labels"
+    return f"{len(counts)} class{'es' if len(counts) > 1 else ''} of {counts.min()} to {counts.max()} images"
 
 
 def user_cache() -> Path:

@@ -3,21 +3,21 @@
 import logging
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from trainer.data.formats import HEAD_BYTES, ImageInfo, inspect_head, inspect_image
 from trainer.data.index_file import Columns, IndexContent
 from trainer.data.printable import printable
-from trainer.errors import InputError
+from trainer.errors import InputError, refuse_machine_fault
+from trainer.progress import with_progress
 
 LAYOUT = "expected ROOT/SPLIT/CLASS/IMAGE (such as train/n01440764/n01440764_18.JPEG) or shards ROOT/SPLIT-000000.tar"
+WHOLE_FOLDER = "."  # the split of a folder that is not divided into splits
 READ_THREADS = min(32, 4 * (os.cpu_count() or 1))  # reading heads waits for the disk, not for the processor
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ Verdict = tuple[int, ImageInfo]  # (size of the file in bytes, what it is)
 
 
 class Listing(NamedTuple):
-    """The files of one split. `names` are below the class folder; `folders` are (path below the split, mtime in ns)."""
+    """The files of one split. `names` are below the class folder, or below the split where the label is -1; `folders` are
+    (path below the split, mtime in ns)."""
 
     labels: list[int]
     names: list[str]
@@ -35,52 +36,80 @@ class Listing(NamedTuple):
     notes: list[str]  # what looks unintended, with counts
 
 
+class _Entries(NamedTuple):
+    """What a folder holds, hidden entries apart, each list sorted as text."""
+
+    folders: list[str]
+    files: list[str]
+    broken_links: list[str]
+
+
+def _list_entries(folder: Path) -> _Entries:
+    found = _Entries([], [], [])
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.startswith("."):
+                continue
+            is_broken = entry.is_symlink() and not os.path.exists(entry.path)
+            kind = found.broken_links if is_broken else found.folders if entry.is_dir() else found.files
+            kind.append(entry.name)
+    return found
+
+
 def list_class_folders(folder: Path) -> list[str]:
     """Names of the class folders, sorted as text ('100' before '2', as ImageNet's own lists and torchvision have it)."""
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return _list_entries(folder).folders
 
 
 def find_class_names(root: Path, split: str) -> list[str]:
-    """The classes that labels count: the training split's folders, or the split's own where there is no training split."""
+    """The classes that labels count: the training split's folders, or the split's own where that has none."""
     train = root / "train"
-    return list_class_folders(train if train.is_dir() else root / split)
+    names = list_class_folders(train) if split != WHOLE_FOLDER and train.is_dir() else []
+    return names or list_class_folders(root / split)
 
 
 def list_folder(root: Path, split: str) -> Listing:
-    """List ROOT/SPLIT/CLASS/**; hidden files and folders are ignored. Raises InputError naming path and expected layout."""
+    """List ROOT/SPLIT/CLASS/**, or everything below ROOT/SPLIT without labels where no folder in it is a class. Hidden files
+    and folders are ignored. Raises InputError naming path and expected layout where there is nothing."""
     folder = root / split
     class_names = find_class_names(root, split)
-    present = list_class_folders(folder)
-    if set(present).isdisjoint(class_names):
-        raise InputError(_explain_no_classes(folder, present, class_names))
-    listing = Listing(
-        [], [], class_names, [("", folder.stat().st_mtime_ns)], _note_oddities(folder, present, class_names)
-    )
-    empty = []
-    for label, class_name in enumerate(class_names):
-        found = _list_class(folder, class_name, listing.folders) if class_name in present else []
-        listing.names.extend(found)
-        listing.labels.extend([label] * len(found))
-        if class_name in present and not found:
-            empty.append(class_name)
+    entries = _list_entries(folder)
+    listing = Listing([], [], class_names, [("", folder.stat().st_mtime_ns)], [])
+    if set(entries.folders).isdisjoint(class_names):
+        listing.folders.clear()  # its own time comes with those of the folders in it
+        listing.names.extend(_list_files(folder, "", listing.folders))
+        listing.labels.extend([-1] * len(listing.names))
+        listing.notes.extend(_note_unlabelled(folder, entries, class_names, len(listing.names)))
+    else:
+        listing.notes.extend(_note_oddities(folder, entries, class_names))
+        for label in sorted(map(class_names.index, set(entries.folders) & set(class_names))):
+            found = _list_files(folder, class_names[label], listing.folders)
+            listing.names.extend(found)
+            listing.labels.extend([label] * len(found))
+            if not found:
+                listing.notes.append(f"{folder}: the class folder {printable(class_names[label])} holds no files")
     if not listing.names:
-        raise InputError(f"{folder}: its class folders ({_some(present)}) hold no files; {LAYOUT}")
-    if empty:
-        listing.notes.append(f"{folder}: {len(empty)} class folders without a file ({_some(empty)})")
+        raise InputError(f"{folder}: there are no files in it; {LAYOUT}")
     return listing
 
 
 def build_folder(root: Path, split: str, progress: bool) -> tuple[IndexContent, list[str]]:
     """Content of a folder's index, and notes for the user. Reads the first bytes of every file, in threads."""
     listing = list_folder(root, split)
-    names = [f"{listing.class_names[label]}/{name}" for label, name in zip(listing.labels, listing.names, strict=True)]
+    names = [
+        file_name(listing.class_names, label, name) for label, name in zip(listing.labels, listing.names, strict=True)
+    ]
     with ThreadPool(READ_THREADS) as pool:
         found = pool.imap(_inspect_file, (os.path.join(root, split, name) for name in names), chunksize=256)
         verdicts = list(with_progress(found, len(names), f"index {split}", progress))
     metadata = {"split": split, "class_names": listing.class_names, "folders": listing.folders}
     columns = {"label": np.array(listing.labels, "<i4")}
     return assemble_content(columns, listing.names, verdicts, metadata, names), listing.notes
+
+
+def file_name(class_names: Sequence[str], label: int, name: str) -> str:
+    """The path of an image below its split: CLASS/NAME, or NAME where it has no label."""
+    return name if label < 0 else f"{class_names[label]}/{name}"
 
 
 def inspect_stored(descriptor: int, offset: int, nbytes: int) -> ImageInfo:
@@ -110,11 +139,12 @@ def assemble_content(
     if not kept.any():
         first = f"; {bad[0][0]}: {bad[0][1]}" if bad else ""
         raise InputError(f"split {metadata['split']}: no image among {len(names)} files{first}; {LAYOUT}")
+    infos = [(nbytes, info) for nbytes, info in verdicts if info.kind != "bad"]
     columns = {name: array[kept] for name, array in columns.items()}
-    columns["height"] = np.array([info.height for _, info in verdicts], "<i4")[kept]
-    columns["width"] = np.array([info.width for _, info in verdicts], "<i4")[kept]
-    columns["nbytes"] = np.array([nbytes for nbytes, _ in verdicts], "<u4")[kept]
-    columns["kind"] = np.array([info.kind == "convert" for _, info in verdicts], "u1")[kept]
+    columns["height"] = np.array([info.height for _, info in infos], "<i4")
+    columns["width"] = np.array([info.width for _, info in infos], "<i4")
+    columns["nbytes"] = np.array([nbytes for nbytes, _ in infos], "<u4")
+    columns["kind"] = np.array([info.kind == "convert" for _, info in infos], "u1")
     return IndexContent(columns, [name for name, keep in zip(names, kept, strict=True) if keep], metadata, bad)
 
 
@@ -131,36 +161,24 @@ def log_left_out(content: IndexContent, bad_list: Path) -> None:
         )
 
 
-def with_progress(items: Iterable[Any], total: int, title: str, progress: bool) -> Iterable[Any]:
-    """The same items, with a progress bar on stderr where wanted."""
-    return track(items, title, total, console=Console(stderr=True)) if progress else items
-
-
-def _list_class(folder: Path, class_name: str, folders: list[tuple[str, int]]) -> list[str]:
-    """Files below one class folder, also nested ones (Tiny ImageNet's CLASS/images/), as sorted paths below it."""
+def _list_files(folder: Path, below_folder: str, folders: list[tuple[str, int]]) -> list[str]:
+    """Files below FOLDER/BELOW_FOLDER, also nested ones (Tiny ImageNet's CLASS/images/), as sorted paths below that."""
     found: list[str] = []
     pending = [""]
     visited = set()  # a link may lead back to a folder above
     while pending:
         below = pending.pop()
-        path = os.path.join(folder, class_name, below)
+        path = folder / below_folder / below
         status = os.stat(path)
         if (status.st_dev, status.st_ino) in visited:
             continue
         visited.add((status.st_dev, status.st_ino))
-        folders.append((os.path.join(class_name, below), status.st_mtime_ns))
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if not entry.name.startswith("."):
-                    (pending if _is_folder(entry) else found).append(os.path.join(below, entry.name))
+        folders.append((os.path.join(below_folder, below), status.st_mtime_ns))
+        entries = _list_entries(path)
+        pending += [os.path.join(below, name) for name in entries.folders]
+        # a broken link is named as a file that can't be read
+        found += [os.path.join(below, name) for name in (*entries.files, *entries.broken_links)]
     return sorted(found)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself: named as a file that can't be read
-        return False
 
 
 def _inspect_file(path: str) -> Verdict:
@@ -172,34 +190,38 @@ def _inspect_file(path: str) -> Verdict:
             nbytes = status.st_size
             return nbytes, inspect_stored(file.fileno(), 0, nbytes)
     except OSError as error:
+        refuse_machine_fault(error)
         return 0, ImageInfo("bad", "", 0, 0, f"cannot be read: {error.strerror}")
 
 
-def _explain_no_classes(folder: Path, present: list[str], class_names: list[str]) -> str:
-    if present:
-        return (
-            f"{folder}: none of its {len(present)} folders ({_some(present)}) is a class of the training split "
-            f"({_some(class_names)}); sort the images into folders named like those; {LAYOUT}"
-        )
-    loose = len(_loose_files(folder))
-    return f"{folder}: {f'{loose} files lie loose in it, without class folders' if loose else 'it is empty'}; {LAYOUT}"
+def _note_unlabelled(folder: Path, entries: _Entries, class_names: list[str], count: int) -> list[str]:
+    if not entries.folders:
+        return [f"{folder}: has no class folders: its {count} files are taken without labels"]
+    return [
+        f"{folder}: none of its {len(entries.folders)} folders ({some_names(entries.folders)}) is a class of the training "
+        f"split ({some_names(class_names)}): its {count} files are taken without labels; to have labels, sort them into "
+        "folders named like those"
+    ]
 
 
-def _note_oddities(folder: Path, present: list[str], class_names: list[str]) -> list[str]:
+def _note_oddities(folder: Path, entries: _Entries, class_names: list[str]) -> list[str]:
     notes = []
-    if extra := sorted(set(present) - set(class_names)):
-        notes.append(f"{folder}: {len(extra)} folders are no class of the training split, left out ({_some(extra)})")
-    if missing := sorted(set(class_names) - set(present)):
-        notes.append(f"{folder}: {len(missing)} classes of the training split have no folder ({_some(missing)})")
-    if loose := _loose_files(folder):
-        notes.append(f"{folder}: {len(loose)} files lie beside the class folders, left out ({_some(loose)}); {LAYOUT}")
+    if extra := sorted(set(entries.folders) - set(class_names)):
+        notes.append(
+            f"{folder}: {len(extra)} folders are no class of the training split, left out ({some_names(extra)})"
+        )
+    if missing := sorted(set(class_names) - set(entries.folders)):
+        notes.append(f"{folder}: {len(missing)} classes of the training split have no folder ({some_names(missing)})")
+    if entries.files:
+        loose = entries.files
+        notes.append(
+            f"{folder}: {len(loose)} files lie beside the class folders, left out ({some_names(loose)}); {LAYOUT}"
+        )
+    if broken := entries.broken_links:
+        notes.append(f"{folder}: {len(broken)} links lead nowhere, left out ({some_names(broken)})")
     return notes
 
 
-def _loose_files(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.startswith("."))
-
-
-def _some(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str]) -> str:
+    """The first five, for a message."""
     return ", ".join(printable(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")

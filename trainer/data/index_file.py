@@ -28,6 +28,8 @@ from trainer.files import atomic_write
 
 MAGIC = b"WMSEINDX"
 VERSION = 1
+COLUMN_DTYPES = {"label": "<i4", "height": "<i4", "width": "<i4", "nbytes": "<u4", "kind": "u1", "name_end": "<u4"}
+SHARD_COLUMN_DTYPES = {"shard": "<u2", "block": "<u4"}
 
 _HEADER = struct.Struct("<8sII")
 _ALIGNMENT = 64

@@ -26,7 +26,8 @@ from trainer.cluster.cores import own_cores
 from trainer.config import DataConfig, ViewsConfig
 from trainer.data.bad_images import BadImages, read_quarantine
 from trainer.data.decode_cache import DecodeCache
-from trainer.data.formats import decode_fully, decode_rgb
+from trainer.data.decoding import decode, decode_by_dali
+from trainer.data.formats import decode_rgb
 from trainer.data.index import Index
 from trainer.data.plan import Planner
 from trainer.data.reading import ImageReader
@@ -116,7 +117,7 @@ class ViewLoader:
         self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
         known = read_quarantine(quarantine, first_step) if quarantine else {}
         self.bad = BadImages(index, config.max_bad_share, known, quarantine, rank)
-        self._reader = ImageReader(index)
+        self._reader = ImageReader(index, config.max_image_pixels)
         threads = config.threads or own_cores()
         self._place = Placement(
             device.index or 0 if device.type == "cuda" else None,
@@ -190,24 +191,32 @@ class ViewLoader:
             except RuntimeError as error:
                 if error is self._source_error:  # a reader's, not DALI's
                     raise
-                if not self._find_damaged():
+                if not self._find_refused():
                     raise RuntimeError(f"DALI failed in step {step}, though every image decodes: {error}") from error
                 for future in self._coming:
                     future.cancel()
                 self._start(step)
 
-    def _find_damaged(self) -> bool:
-        """Decode what DALI was given by other means; whether anything new was found bad."""
-        if self._cache is not None:  # pixels, which Pillow has decoded already
+    def _find_refused(self) -> bool:
+        """Decode one by one what DALI was given as batches: convert or replace what it refuses. Whether there was any."""
+        if self._cache is not None:  # DALI was given pixels
             return False
-        before = len(self.bad.ids)
-        for prepared in self._fed:
-            for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True):
-                try:
-                    decode_fully(data.tobytes())
-                except InputError as error:
-                    self.bad.add(int(image_id), str(error), prepared.step)
-        return len(self.bad.ids) > before
+        given = [
+            (prepared.step, int(image_id), data)
+            for prepared in self._fed
+            for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True)
+        ]
+        return any(list(self._readers.map(lambda item: self._is_refused(*item), given)))
+
+    def _is_refused(self, step: int, image_id: int, data: NDArray[np.uint8]) -> bool:
+        if decode_by_dali(data.tobytes(), on_gpu=self._place.device_id is not None) is not None:
+            return False
+        try:
+            decode_rgb(data.tobytes())
+            self._reader.refused_by_dali.add(image_id)
+        except InputError as error:
+            self.bad.add(image_id, str(error), step)
+        return True
 
     def _prepare(self, step: int) -> Prepared:
         request = self.requests(step)
@@ -233,8 +242,8 @@ class ViewLoader:
             return pixels, None
         data, problem = self._reader.read(image_id)
         if problem is None and self._cache is not None:
-            try:  # by Pillow, whose pixels are those of DALI's decoder on a CPU
-                return self._cache.put(image_id, np.asarray(decode_rgb(data))), None
+            try:
+                return self._cache.put(image_id, decode(data)), None
             except InputError as error:
                 problem = str(error)
         return np.frombuffer(data, np.uint8), problem

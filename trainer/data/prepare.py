@@ -4,6 +4,8 @@ DEST holds SPLIT-000000.tar, ..., SPLIT.index, dataset.json and, where files wer
 the same bytes. Within a split the images are shuffled once, for programs that read shards in order (this one does not).
 """
 
+import fcntl
+import hashlib
 import io
 import itertools
 import json
@@ -12,6 +14,7 @@ import shutil
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,16 +24,18 @@ from PIL import Image
 
 from trainer.data.formats import decode_rgb, inspect_image, to_direct
 from trainer.data.index import Index, user_cache
-from trainer.data.index_build import LAYOUT, READ_THREADS, build_folder, list_class_folders, log_left_out, with_progress
+from trainer.data.index_build import LAYOUT, READ_THREADS, build_folder, list_class_folders, log_left_out
 from trainer.data.index_file import IndexContent, write_index
 from trainer.data.sets import SETS, ArraySplit, load_split
 from trainer.data.shards import build_shards, list_shards
-from trainer.errors import InputError
+from trainer.errors import InputError, refuse_machine_fault
 from trainer.files import write_text
+from trainer.progress import with_progress
 
 SHUFFLE_SEED = 0
 READ_AHEAD = 256  # images held in memory between the readers and the tar
 SOURCE_INDEX = "source_index"
+_COMPLETE = ".complete"  # ending of the file that says by which recipe a split was written
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +70,9 @@ def prepare(
     """Write SOURCE, an image folder (ROOT/SPLIT/CLASS/IMAGE) or a name in `sets.SETS`, as a prepared set to DEST.
 
     splits: which to take, else all. max_images: at most so many of a split, spread evenly over its classes. shrink: what is
-    done to large pictures; None: all are stored byte for byte. DEST must be missing or empty and appears only when complete.
-    Bad files are named in SPLIT.bad.txt. Raises InputError.
+    done to large pictures; None: all are stored byte for byte. DEST must be missing or empty and appears only when complete;
+    a start that was ended goes on with the splits that it had completed. Bad files are named in SPLIT.bad.txt. Raises
+    InputError, before anything is written where the sizes, splits or folders can't be right.
     """
     dest = dest.expanduser().absolute()
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
@@ -81,28 +87,72 @@ def prepare(
     splits = list(splits) if splits else available
     if unknown := sorted({*splits, *(max_images or {})} - set(available)):
         raise InputError(f"{source}: no split {', '.join(unknown)}; it has {', '.join(available)}")
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    partial = dest.with_name(f".{dest.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
-    try:
-        counts, names_by_split = {}, {}
+    with _partial_folder(dest) as partial:
+        sources = {}
         for split in splits:
-            images, bad = _open_source(source, split, partial, download_dir or user_cache() / "downloads", progress)
-            limit = (max_images or {}).get(split, len(images))
-            content = _write_shards(images, bad, split, limit, partial, images_per_shard, shrink, progress)
-            write_index(partial / f"{split}.index", content)
-            log_left_out(content, dest / f"{split}.bad.txt")
-            counts[split], names_by_split[split] = len(content.names), images.class_names
-        class_names = _agree(source, names_by_split)
+            download_to = download_dir or user_cache() / "downloads"
+            sources[split] = _open_source(source, split, partial, download_to, progress)
+        class_names = _agree(source, {split: images.class_names for split, (images, _) in sources.items()})
+        counts = {}
+        for split, (images, bad) in sources.items():
+            limit = min((max_images or {}).get(split, len(images)), len(images))
+            recipe = json.dumps([_identity(images), class_names, limit, images_per_shard, shrink])
+            if not _is_complete(partial, split, recipe):
+                content = _write_shards(
+                    images, class_names, bad, split, limit, partial, images_per_shard, shrink, progress
+                )
+                write_index(partial / f"{split}.index", content)
+                log_left_out(content, dest / f"{split}.bad.txt")
+                write_text(partial / f"{split}{_COMPLETE}", recipe)
+            counts[split] = len(Index(partial / f"{split}.index", partial, list_shards(partial, split)))
         description = {"source": Path(source).name, "images": counts, "class_names": class_names}
         if shrink is not None:
             description |= shrink._asdict()
-        write_text(partial / "dataset.json", json.dumps(description, indent=1, ensure_ascii=False) + "\n")
+        write_text(partial / "dataset.json", json.dumps(description, indent=1) + "\n")  # ASCII: names need not be UTF-8
+
+
+@contextmanager
+def _partial_folder(dest: Path) -> Iterator[Path]:
+    """Where DEST is written; it becomes DEST when the block has run. Splits that are complete outlive an error."""
+    partial = dest.with_name(f".{dest.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / ".lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{dest}: another `wmse prepare` is writing it: wait for it, or name another folder"
+            ) from error
+        try:
+            yield partial
+        except BaseException:
+            if any(partial.glob(f"*{_COMPLETE}")):
+                _log.warning("the splits that are complete stay in %s: the same command goes on with them", partial)
+            else:
+                shutil.rmtree(partial)
+            raise
         shutil.rmtree(partial / SOURCE_INDEX, ignore_errors=True)
+        for left in (*partial.glob(f"*{_COMPLETE}"), partial / ".lock"):
+            left.unlink()
         partial.rename(dest)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _identity(images: Index | ArraySplit) -> str:
+    """Equal only for the same images, order and labels."""
+    if isinstance(images, Index):
+        return images.fingerprint
+    return hashlib.blake2b(images.images.tobytes() + images.labels.tobytes(), digest_size=16).hexdigest()
+
+
+def _is_complete(partial: Path, split: str, recipe: str) -> bool:
+    """Whether an earlier start wrote the split by the same recipe; if not, what it left of the split is removed."""
+    mark = partial / f"{split}{_COMPLETE}"
+    if mark.exists() and mark.read_text() == recipe:
+        _log.info("split %s: complete since an earlier start", split)
+        return True
+    for left in (mark, *list_shards(partial, split)):
+        left.unlink(missing_ok=True)
+    return False
 
 
 def choose_images(labels: npt.NDArray[np.int32], limit: int) -> npt.NDArray[np.int64]:
@@ -148,6 +198,7 @@ def _open_source(
 
 def _write_shards(
     images: Index | ArraySplit,
+    class_names: list[str],
     bad: list[tuple[str, str]],
     split: str,
     limit: int,
@@ -159,7 +210,7 @@ def _write_shards(
     """Write one split's shards; returns the content of their index, `bad` and what was found bad here included."""
     bad = list(bad)
     samples = _read_samples(images, choose_images(images.labels, limit).tolist(), shrink, bad)
-    numbered = enumerate(with_progress(samples, min(limit, len(images)), f"write {split}", progress))
+    numbered = enumerate(with_progress(samples, limit, f"write {split}", progress))
     for number, shard in itertools.groupby(numbered, lambda item: item[0] // images_per_shard):
         with tarfile.open(folder / f"{split}-{number:06d}.tar", "w", encoding="utf-8") as tar:
             for _, sample in shard:
@@ -167,7 +218,7 @@ def _write_shards(
                 _add_member(tar, f"{sample.key}.cls", str(sample.label).encode())
     if not (shards := list_shards(folder, split)):
         raise InputError(f"split {split}: none of its images can be used; the first: {': '.join(bad[0])}")
-    content = build_shards(shards, split, images.class_names, progress)
+    content, _ = build_shards(shards, split, class_names, progress)
     content.bad = bad
     return content
 
@@ -198,7 +249,10 @@ def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tu
             return shrunk_jpeg(data, shrink), "jpg", ""
         if info.kind == "convert":
             return to_direct(data), "png", ""
-    except (OSError, InputError) as error:
+    except OSError as error:
+        refuse_machine_fault(error)
+        return b"", "", str(error)
+    except InputError as error:
         return b"", "", str(error)
     return data, "jpg" if info.format == "JPEG" else "png", info.problem
 
@@ -232,9 +286,11 @@ def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _agree(source: str, names_by_split: dict[str, list[str]]) -> list[str]:
-    """The one list of class names of all splits (they differ only where there is no training split to give it)."""
-    first, *others = names_by_split.values()
-    if any(names != first for names in others):
+    """The one list of class names of all splits that have classes (lists differ only where train has none to give)."""
+    with_classes = [names for names in names_by_split.values() if names]
+    if any(names != with_classes[0] for names in with_classes):
         splits = ", ".join(names_by_split)
-        raise InputError(f"{source}: without a split named train, all splits need the same class folders: {splits}")
-    return first
+        raise InputError(
+            f"{source}: its split train has no class folders, so all others need the same ones, but they differ: {splits}"
+        )
+    return with_classes[0] if with_classes else []

@@ -1,4 +1,4 @@
-"""Names of files as one line of text: they come from whoever made the set, and may hold any byte but a slash and a zero."""
+"""Text for messages: names of files, which may hold any byte but a slash and a zero, and sizes."""
 
 
 def printable(text: str) -> str:
@@ -7,3 +7,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes in GiB, or in MiB where it is small."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes > 0.1 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"

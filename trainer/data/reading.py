@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 
-from trainer.data.formats import inspect_image, to_direct
+from trainer.data.formats import MAX_PIXELS, inspect_image, to_direct
 from trainer.data.index import Index
 from trainer.data.printable import printable
-from trainer.errors import InputError
+from trainer.errors import InputError, refuse_machine_fault
 
 RETRY_PAUSES = (0.1, 1.0)  # seconds before the second and the third try
 PASSING_FAULTS = frozenset(
@@ -42,27 +42,34 @@ _log = logging.getLogger(__name__)
 class ImageReader:
     """Reads images of an index. Safe to use from many threads."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, max_pixels: int = MAX_PIXELS) -> None:
         self.index = index
+        self.max_pixels = max_pixels
+        self.refused_by_dali: set[int] = set()
+        """Images that are converted though their structure is sound."""
         # thread -> (image, since when). Each thread writes its own entry only: no lock
         self._reading: dict[int, tuple[int, float]] = {}
         self._said_passing = False
 
     def read(self, image_id: int) -> tuple[bytes, str | None]:
-        """Bytes that DALI decodes, and None; or what is wrong with the image."""
+        """Bytes that DALI decodes, and None; or what is wrong with the image.
+
+        Raises InputError where the machine is at fault, and not the image."""
         try:
             data = self._read_stored(image_id)
-            info = inspect_image(data)
-            if info.kind == "convert":
-                data = to_direct(data)
-        except (OSError, InputError) as error:
+        except OSError as error:
+            refuse_machine_fault(error)
             return b"", str(error)
+        info = inspect_image(data, self.max_pixels)
         if info.kind == "bad":
             return b"", info.problem
         expected = int(self.index.heights[image_id]), int(self.index.widths[image_id])
         if (info.height, info.width) != expected:
             return b"", f"is {info.height}x{info.width} pixels, {expected[0]}x{expected[1]} when the index was built"
-        return data, None
+        try:
+            return (to_direct(data) if info.kind == "convert" or image_id in self.refused_by_dali else data), None
+        except InputError as error:
+            return b"", str(error)
 
     def waiting_for(self) -> list[tuple[str, float]]:
         """(name, seconds) of each image that is being read just now, the longest first; from any thread, at any time."""

@@ -4,30 +4,45 @@ Shards are read in place, at the offsets their headers give; nothing is ever unp
 (SPLIT-000000.tar.gz) cannot be read so: it is uncompressed once, as a whole, into the cache.
 """
 
+from __future__ import annotations
+
 import gzip
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.index_build import READ_THREADS, Verdict, assemble_content, inspect_stored, with_progress
+from trainer.data.index_build import (
+    READ_THREADS,
+    Verdict,
+    assemble_content,
+    inspect_stored,
+    some_names,
+)
 from trainer.data.index_file import IndexContent
-from trainer.data.printable import printable
+from trainer.data.printable import printable, size_text
 from trainer.errors import InputError
 from trainer.files import atomic_write
+from trainer.progress import with_progress
 
 PICTURE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "ppm", "pgm")
 SHARD_NAME = re.compile(r"(.+)-\d+\.tar(?:\.gz)?")  # group 1: the split
 TAR_BLOCK = 512  # bytes; members start at its multiples
+MAX_CLASSES = 100_000  # the default of data.max_classes
+_FREE_SPACE_LEFT = 1 << 28  # bytes left free on the disk of the cache
+_MAX_PADDING = 10_240 + TAR_BLOCK  # bytes of zeros: an end mark of two blocks, filled up to a record of 20 blocks
+
+_log = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
@@ -53,41 +68,80 @@ def uncompress_shard(shard: Path, cache: Path) -> Path:
     stamp = shard.stat().st_mtime_ns
     if copy.exists() and copy.stat().st_mtime_ns == stamp:
         return copy
+    free = shutil.disk_usage(cache).free
+    _log.info(
+        "unpacking %s (%s) into %s, which has %s free", shard, size_text(shard.stat().st_size), cache, size_text(free)
+    )
     try:
         with gzip.open(shard) as source, atomic_write(copy) as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+            while chunk := source.read(1 << 20):
+                if target.tell() + len(chunk) > free - _FREE_SPACE_LEFT:
+                    raise InputError(
+                        f"{shard}: unpacks to more than the {size_text(free)} that are free in {cache}: make room there, "
+                        "or unpack it yourself where there is room"
+                    )
+                target.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{shard}: damaged or cut: {error}; get it again") from error
     os.utime(copy, ns=(stamp, stamp))
     return copy
 
 
-def iterate_samples(shard: Path) -> Iterator[Sample]:
-    """The samples of an uncompressed shard in their order. Hidden members are ignored, parts but picture and label too.
+class ShardContents(NamedTuple):
+    """What a shard holds. `left_out`: members that look like pictures but belong to no sample."""
 
-    Raises InputError naming tar and member: no picture, no label, parts not adjacent, not a tar, cut.
+    samples: list[Sample]
+    left_out: list[str]
+
+
+class _Header(tarfile.TarInfo):
+    """A tar header whose size can be believed: Python's reader would go backwards by a negative one, without end."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0:
+            raise InputError(f"{printable(header.name)}: its header gives a size of {header.size} bytes: damaged")
+        return header
+
+
+def read_shard(shard: Path) -> ShardContents:
+    """List the samples of an uncompressed shard in their order. Hidden members and parts other than picture and label are
+    ignored; a sample without a label has label -1.
+
+    Raises InputError naming tar and member for a sample without a picture, parts that are not adjacent, a member that is
+    no plain file, and a tar file that is damaged or whose members end before the file does.
     """
+    samples: list[Sample] = []
+    left_out: list[str] = []
     seen: set[str] = set()
     try:
-        with tarfile.open(shard, "r:", encoding="utf-8") as tar:
-            members = (member for member in tar if member.isreg() and not os.path.basename(member.name).startswith("."))
+        with tarfile.open(shard, "r:", encoding="utf-8", tarinfo=_Header) as tar:
+            members = (member for member in tar if _is_wanted(member))
             for key, group in itertools.groupby(members, lambda member: _split_name(member.name)[0]):
                 parts = list(group)
                 if key in seen:
                     raise InputError(
-                        f"{shard}: {printable(parts[0].name)}: the parts of sample {printable(key)} are not adjacent, "
-                        "or it comes twice"
+                        f"{printable(parts[0].name)}: the parts of sample {printable(key)} are not adjacent, or it comes twice"
                     )
                 seen.add(key)
-                yield _join_parts(tar, shard, key, parts)
-    except (tarfile.TarError, OSError) as error:
+                samples.append(_join_parts(tar, key, parts))
+                left_out += [part.name for part in parts if _is_dotted_picture(part.name)]
+            _check_end(shard, tar.offset)
+    except tarfile.TarError as error:
         raise InputError(f"{shard}: cannot be read as an uncompressed tar file, or is cut: {error}") from error
+    except InputError as error:
+        raise InputError(f"{shard}: {error}") from error
+    return ShardContents(samples, left_out)
 
 
-def build_shards(shards: list[Path], split: str, class_names: list[str] | None, progress: bool) -> IndexContent:
-    """Content of the index of uncompressed shards. Without class names, classes are called by their numbers.
+def build_shards(
+    shards: list[Path], split: str, class_names: list[str] | None, progress: bool, max_classes: int = MAX_CLASSES
+) -> tuple[IndexContent, list[str]]:
+    """Content of the index of uncompressed shards, and notes for the user. Without class names, classes are called by their
+    numbers, of which there are at most `max_classes`.
 
-    Raises InputError naming tar and member for what `iterate_samples` refuses and for labels beyond the classes.
+    Raises InputError naming tar and member for what `read_shard` refuses and for labels beyond the classes.
     """
     if len(shards) > np.iinfo(np.uint16).max:
         raise InputError(
@@ -96,26 +150,27 @@ def build_shards(shards: list[Path], split: str, class_names: list[str] | None, 
     samples: list[Sample] = []
     verdicts: list[Verdict] = []
     numbers: list[int] = []
+    left_out: list[str] = []
     with ThreadPool(READ_THREADS) as pool:
         found = with_progress(pool.imap(_inspect_shard, shards), len(shards), f"index {split}", progress)
-        for number, (shard_samples, shard_verdicts) in enumerate(found):
-            samples += shard_samples
+        for number, (contents, shard_verdicts) in enumerate(found):
+            samples += contents.samples
             verdicts += shard_verdicts
-            numbers += [number] * len(shard_samples)
+            numbers += [number] * len(contents.samples)
+            left_out += [f"{shards[number].name}/{name}" for name in contents.left_out]
     display_names = [
         printable(f"{shards[number].name}/{sample.member}") for number, sample in zip(numbers, samples, strict=True)
     ]
     labels = np.array([sample.label for sample in samples], "<i4")
-    if class_names is None:
-        class_names = [str(label) for label in range(max(labels, default=-1) + 1)]
-    _check_labels(labels, class_names, display_names)
+    class_names = name_classes(labels, class_names, display_names, max_classes)
     columns = {
         "label": labels,
         "shard": np.array(numbers, "<u2"),
         "block": np.array([sample.offset // TAR_BLOCK for sample in samples], "<u4"),
     }
     metadata = {"split": split, "class_names": class_names, "shards": describe_shards(shards)}
-    return assemble_content(columns, [sample.member for sample in samples], verdicts, metadata, display_names)
+    names = [sample.member for sample in samples]
+    return assemble_content(columns, names, verdicts, metadata, display_names), _notes(split, labels, left_out)
 
 
 def describe_shards(shards: list[Path]) -> list[list[str | int]]:
@@ -141,35 +196,112 @@ def _split_name(name: str) -> tuple[str, str]:
     return os.path.join(folder, stem), suffix.lower()
 
 
-def _join_parts(tar: tarfile.TarFile, shard: Path, key: str, parts: list[tarfile.TarInfo]) -> Sample:
+def _is_dotted_picture(name: str) -> bool:
+    """Whether a member such as `a.1.jpg` looks like a picture, but is a further part of sample `a`."""
+    _, dot, last = _split_name(name)[1].rpartition(".")
+    return bool(dot) and last in PICTURE_SUFFIXES
+
+
+def _is_wanted(member: tarfile.TarInfo) -> bool:
+    """Whether the member is a file that counts. Raises InputError for a picture or label that is no plain file."""
+    name = os.path.basename(member.name)
+    if name.startswith(".") or member.isdir():
+        return False
+    if member.isreg() and not member.issparse():
+        return True
+    if name.lower().rpartition(".")[2] in (*PICTURE_SUFFIXES, "cls"):
+        kind = "link" if member.islnk() or member.issym() else "sparse file" if member.issparse() else "special file"
+        raise InputError(
+            f"{printable(member.name)}: is a {kind}, whose bytes do not stand in the tar as they are: "
+            "make the shard again by `tar --dereference --hard-dereference` and without --sparse"
+        )
+    return False
+
+
+def _check_end(shard: Path, end: int) -> None:
+    """Raises InputError unless nothing but a tar's usual padding follows its last member, which ends at byte `end`.
+
+    Python's reader takes any header that it can't read for the end of the file.
+    """
+    size = shard.stat().st_size
+    with shard.open("rb") as file:
+        file.seek(end)
+        if size - end < TAR_BLOCK:
+            raise InputError(f"is cut after its last whole member, at byte {end}: get the file again")
+        position = end
+        while chunk := file.read(1 << 20):
+            if rest := chunk.lstrip(b"\0"):
+                position += len(chunk) - len(rest)
+                what = (
+                    "follow after zeros" if position >= end + TAR_BLOCK else "follow, which begin with no sound header"
+                )
+                raise InputError(
+                    f"its members end at byte {end}, but {size - position} bytes {what}: the file is damaged there "
+                    "(get it again), or several tar files were joined by `cat` (keep them apart)"
+                )
+            position += len(chunk)
+    if size - end > _MAX_PADDING:
+        raise InputError(
+            f"its members end at byte {end}, but {size - end} bytes of zeros follow, more than a tar's padding: the rest of "
+            "the file was never written; get it again"
+        )
+
+
+def _join_parts(tar: tarfile.TarFile, key: str, parts: list[tarfile.TarInfo]) -> Sample:
     pictures = [member for member in parts if _split_name(member.name)[1] in PICTURE_SUFFIXES]
     labels = [member for member in parts if _split_name(member.name)[1] == "cls"]
-    if len(pictures) != 1 or len(labels) != 1:
+    own_labels = [member.name for member in parts if _split_name(member.name)[1].endswith(".cls")]
+    if len(pictures) != 1 or len(labels) > 1 or own_labels:
         names = printable(", ".join(member.name for member in parts))
         raise InputError(
-            f"{shard}: the sample {printable(key)} ({names}) has {len(pictures)} pictures and "
-            f"{len(labels)} labels; it must have one picture ({', '.join('.' + suffix for suffix in PICTURE_SUFFIXES)}) "
-            f"and beside it one label (.cls)"
+            f"the sample {printable(key)} ({names}) has {len(pictures)} pictures and {len(labels) + len(own_labels)} labels; "
+            f"it must have one picture ({', '.join('.' + suffix for suffix in PICTURE_SUFFIXES)}) and at most one label "
+            "(.cls). The name of a sample ends at its first dot: rename files with more dots"
         )
-    stream = tar.extractfile(labels[0])
+    return Sample(
+        pictures[0].name, _read_label(tar, labels[0]) if labels else -1, pictures[0].offset_data, pictures[0].size
+    )
+
+
+def _read_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+    stream = tar.extractfile(member)
     text = stream.read(32) if stream else b""
     if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
-        raise InputError(f"{shard}: {printable(labels[0].name)}: the label {text!r} is not a whole number")
-    return Sample(pictures[0].name, int(text), pictures[0].offset_data, pictures[0].size)
+        raise InputError(f"{printable(member.name)}: the label {text!r} is not a whole number")
+    return int(text)
 
 
-def _inspect_shard(shard: Path) -> tuple[list[Sample], list[Verdict]]:
-    samples = list(iterate_samples(shard))
+def _inspect_shard(shard: Path) -> tuple[ShardContents, list[Verdict]]:
+    contents = read_shard(shard)
     with shard.open("rb", buffering=0) as file:
         descriptor = file.fileno()
-        return samples, [
-            (sample.nbytes, inspect_stored(descriptor, sample.offset, sample.nbytes)) for sample in samples
+        return contents, [
+            (sample.nbytes, inspect_stored(descriptor, sample.offset, sample.nbytes)) for sample in contents.samples
         ]
 
 
-def _check_labels(labels: np.ndarray, class_names: list[str], display_names: list[str]) -> None:
+def _notes(split: str, labels: np.ndarray, left_out: list[str]) -> list[str]:
+    notes = []
+    if (unlabelled := int((labels < 0).sum())) > 0:
+        notes.append(f"split {split}: {unlabelled} of {len(labels)} pictures have no label")
+    if left_out:
+        notes.append(
+            f"split {split}: {len(left_out)} pictures with several dots in their names are parts of other samples, left out "
+            f"({some_names(left_out)})"
+        )
+    return notes
+
+
+def name_classes(
+    labels: np.ndarray, class_names: list[str] | None, display_names: Sequence[str], max_classes: int
+) -> list[str]:
+    """The classes' names, by default their numbers. Raises InputError naming an image whose label is none of the classes."""
+    if class_names is None:
+        class_names = [str(label) for label in range(min(max(labels, default=-1) + 1, max_classes))]
     wrong = np.flatnonzero((labels < -1) | (labels >= len(class_names)))
     if wrong.size:
         raise InputError(
-            f"{display_names[wrong[0]]}: label {labels[wrong[0]]} is none of the {len(class_names)} classes (-1: no label)"
+            f"{display_names[wrong[0]]}: label {labels[wrong[0]]} is none of the {len(class_names)} classes (-1: no label; "
+            "data.max_classes limits their number where no dataset.json names them)"
         )
+    return class_names

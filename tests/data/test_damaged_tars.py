@@ -1,0 +1,221 @@
+"""Tar files that other programs read in part without a word: every picture is read, or the tar is refused by name."""
+
+import io
+import logging
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+from pictures import encoded, image, make_tar
+
+from tests.conftest import write_images
+from trainer.cli import main
+from trainer.data.check import check_data
+from trainer.data.index import open_index
+from trainer.data.prepare import prepare
+from trainer.errors import InputError
+
+COUNT = 6
+PICTURES = [encoded("JPEG", image(seed=i)) for i in range(COUNT)]
+MEMBERS = [
+    (f"k{i:02d}.{suffix}", data)
+    for i in range(COUNT)
+    for suffix, data in (("jpg", PICTURES[i]), ("cls", str(i).encode()))
+]
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    return make_tar(tmp_path / "train-000000.tar", MEMBERS)
+
+
+def member_start(shard: Path, name: str) -> int:
+    with tarfile.open(shard) as tar:
+        return tar.getmember(name).offset
+
+
+def overwrite(shard: Path, start: int, data: bytes) -> None:
+    with shard.open("r+b") as file:
+        file.seek(start)
+        file.write(data)
+
+
+def flip_a_bit_of_a_header(shard: Path) -> None:
+    start = member_start(shard, "k02.jpg") + 3
+    overwrite(shard, start, bytes([shard.read_bytes()[start] ^ 1]))
+
+
+def cut_between_samples(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[: member_start(shard, "k02.jpg")])
+
+
+def cut_inside_a_header(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[: member_start(shard, "k02.jpg") + 200])
+
+
+def zero_the_tail(shard: Path) -> None:
+    start = member_start(shard, "k02.jpg")
+    overwrite(shard, start, bytes(shard.stat().st_size - start))
+
+
+def zero_a_block(shard: Path) -> None:
+    overwrite(shard, member_start(shard, "k02.jpg"), bytes(512))
+
+
+def zero_a_whole_sample(shard: Path) -> None:
+    start, end = (member_start(shard, f"k{i:02d}.jpg") for i in (2, 3))
+    overwrite(shard, start, bytes(end - start))
+
+
+def join_with_cat(shard: Path) -> None:
+    second = make_tar(shard.with_name("second.tar"), [("x.jpg", PICTURES[0]), ("x.cls", b"0")])
+    shard.write_bytes(shard.read_bytes() + second.read_bytes())
+    second.unlink()
+
+
+def negative_size(shard: Path) -> None:
+    header = bytearray(tarfile.TarInfo("x.jpg").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = b"\xff" * 10 + b"\xfc\x00"  # -1024 in GNU's base 256
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    start = member_start(shard, "k02.jpg")
+    overwrite(shard, start, bytes(header))
+
+
+DAMAGE = [
+    (flip_a_bit_of_a_header, "no sound header"),
+    (cut_between_samples, "is cut after its last whole member"),
+    (cut_inside_a_header, "is cut after its last whole member"),
+    (zero_the_tail, "bytes of zeros follow, more than a tar's padding"),
+    (zero_a_block, "bytes follow after zeros"),
+    (zero_a_whole_sample, "bytes follow after zeros"),
+    (join_with_cat, "several tar files were joined by `cat`"),
+    (negative_size, "a size of -1024 bytes"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_tar_that_ends_before_its_file_does_is_refused_by_name(shard: Path, damage, message: str) -> None:
+    damage(shard)
+    with pytest.raises(InputError, match=message) as caught:
+        open_index(shard.parent, "train")
+    assert str(shard) in str(caught.value)
+    report = check_data(shard.parent)
+    assert [name for name, _ in report.bad] == [shard.name]
+    assert message in report.bad[0][1]
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit_of_a_header, zero_a_block])
+def test_check_data_reads_all_that_training_reads_of_a_prepared_set(tmp_path: Path, damage) -> None:
+    """The index of a prepared set knows where the pictures are: training reads all of them, and so does check-data."""
+    write_images(tmp_path / "source/train/c", COUNT, seed=0)
+    prepare(str(tmp_path / "source"), tmp_path / "set", progress=False)
+    shard = tmp_path / "set/train-000000.tar"
+    with tarfile.open(shard) as tar:
+        third = [member.name for member in tar if not member.name.endswith("cls")][2]
+    overwrite(shard, member_start(shard, third) + 150, b"9")  # of the checksum
+    report = check_data(tmp_path / "set")
+    assert report.checked == COUNT
+    assert [name for name, _ in report.bad] == [shard.name, "train.index"]
+    assert "no sound header" in report.bad[0][1]
+
+
+def test_a_label_that_differs_from_the_index_is_named(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write_images(tmp_path / "source/train" / name, 2, seed=0)
+    prepare(str(tmp_path / "source"), tmp_path / "set", progress=False)
+    shard = tmp_path / "set/train-000000.tar"
+    with tarfile.open(shard) as tar:
+        label = next(member for member in tar if member.name.endswith("cls"))
+    overwrite(shard, label.offset_data, b"1" if shard.read_bytes()[label.offset_data :][:1] == b"0" else b"0")
+    assert "1 of its images are not in the tars as it says" in dict(check_data(tmp_path / "set").bad)["train.index"]
+
+
+def test_tars_of_usual_padding_are_read(shard: Path) -> None:
+    whole = shard.read_bytes()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    for size in (end + 512, end + 1024, end + 1024 + 9 * 1024):
+        shard.write_bytes(whole[:end] + bytes(size - end))
+        assert len(open_index(shard.parent, "train")) == COUNT
+
+
+@pytest.mark.parametrize("option", ["--sparse", "--format=posix --sparse"])
+def test_a_sparse_picture_is_refused(tmp_path: Path, option: str) -> None:
+    with (tmp_path / "a.bmp").open("wb") as file:
+        file.write(b"BM")
+        file.seek(1 << 20)  # leaves a hole
+        file.write(b"x")
+    (tmp_path / "a.cls").write_bytes(b"0")
+    shard = tmp_path / "set/train-000000.tar"
+    shard.parent.mkdir()
+    subprocess.run(["tar", *option.split(), "-cf", shard, "-C", tmp_path, "a.bmp", "a.cls"], check=True)
+    with pytest.raises(InputError, match=r"a.bmp: is a sparse file"):
+        open_index(shard.parent, "train")
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+@pytest.mark.parametrize("name", ["b.jpg", "b.cls"])
+def test_a_picture_or_label_that_is_no_plain_file_is_refused(shard: Path, kind: bytes, name: str) -> None:
+    with tarfile.open(shard, "a") as tar:
+        link = tarfile.TarInfo(name)
+        link.type, link.linkname = kind, "k00.jpg"
+        tar.addfile(link)
+    with pytest.raises(InputError, match=rf"{name}: is a (link|special file)"):
+        open_index(shard.parent, "train")
+
+
+def test_pictures_whose_names_have_two_dots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside a label of its own such a picture is surely meant to be read; else it may be a mask or a depth map."""
+    twin = [("img.1.cls", b"1"), ("img.1.jpg", PICTURES[1]), ("img.cls", b"0"), ("img.jpg", PICTURES[0])]
+    make_tar(tmp_path / "train-000000.tar", twin)
+    with pytest.raises(InputError, match=r"sample img .* ends at its first dot: rename files with more dots"):
+        open_index(tmp_path, "train")
+    make_tar(tmp_path / "train-000000.tar", [("img.cls", b"0"), ("img.jpg", PICTURES[0]), ("img.mask.png", b"x")])
+    with caplog.at_level(logging.WARNING):
+        assert len(open_index(tmp_path, "train")) == 1
+    assert "left out (train-000000.tar/img.mask.png)" in caplog.text
+    assert "img.mask.png" in check_data(tmp_path).notes[0]
+
+
+def test_shards_without_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_tar(tmp_path / "train-000000.tar", [("0.jpg", PICTURES[0]), ("0.txt", b"x"), ("1.jpg", PICTURES[1])])
+    index = open_index(tmp_path, "train")
+    assert (index.labels.tolist(), index.class_names) == ([-1, -1], [])
+    assert "2 of 2 pictures have no label" in caplog.text
+    assert check_data(tmp_path).splits == ["split train: 2 files, no labels"]
+
+
+def test_a_label_beyond_the_largest_number_of_classes_is_refused(tmp_path: Path) -> None:
+    make_tar(tmp_path / "train-000000.tar", [("a.jpg", PICTURES[0]), ("a.cls", b"999999999")])
+    with pytest.raises(InputError, match=r"label 999999999 is none of the 100000 classes .* data.max_classes"):
+        open_index(tmp_path, "train")
+    make_tar(tmp_path / "train-000000.tar", [("a.jpg", PICTURES[0]), ("a.cls", b"7")])
+    assert len(open_index(tmp_path, "train", max_classes=8).class_names) == 8
+    (tmp_path / ".wmse_index/train.index").unlink()
+    with pytest.raises(InputError, match="label 7 is none of the 7 classes"):
+        open_index(tmp_path, "train", max_classes=7)
+
+
+def test_a_compressed_shard_that_would_fill_the_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gzip
+    import shutil
+
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=(1 << 28) + (5 << 20)))
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as file:
+        file.addfile(tarfile.TarInfo("a.jpg"))
+    (tmp_path / "train-000000.tar.gz").write_bytes(gzip.compress(tar.getvalue() + bytes(64 << 20)))
+    with pytest.raises(InputError, match=r"train-000000.tar.gz: unpacks to more than the 0.25 GiB that are free"):
+        open_index(tmp_path, "train")
+    assert sorted(path.name for path in (tmp_path / ".wmse_index").iterdir()) == [".gitignore"]
+
+
+def test_the_command_names_the_tar_and_ends_with_1(shard: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-data", str(shard.parent)]) == 0
+    flip_a_bit_of_a_header(shard)
+    assert main(["check-data", str(shard.parent)]) == 1
+    assert capsys.readouterr().out.splitlines()[-3].startswith("train-000000.tar: ")

@@ -1,0 +1,87 @@
+"""Reads YAML so that nothing is guessed: files as text, values by the core schema of YAML 1.2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import set_loader
+
+from trainer.errors import InputError
+
+YAML_CORE = "yaml_core"  # jsonargparse's name for how it reads values
+_MOST_NESTED = 8  # brackets in brackets of a file; settings need 2
+_NUMBER = list("-+.0123456789")
+_FLOAT = (
+    r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
+    r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """The mapping in a YAML file, each value as the text that stands there, or None. Raises InputError if there is no
+    mapping, if a key stands in it twice, or for aliases and brackets in brackets without end."""
+    try:
+        tree = _load(path.read_text(encoding="utf-8"), _TextLoader)
+    except FileNotFoundError:
+        raise InputError(f"no config file {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"can't read config {path}: {' '.join(str(error).split())}") from error
+    if tree is None:
+        raise InputError(f"config {path} is empty: it must hold settings; configs/ has one for each recipe")
+    if not isinstance(tree, dict):
+        raise InputError(f"config {path} must be a mapping of settings, it is a {type(tree).__name__}")
+    return tree
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Every value as the text that stands in the file; a key stands once."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (as the base class has it)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice[0]!r} stands twice{node.start_mark}", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """The core schema of YAML 1.2; PyYAML's own rules, of 1.1, take 010 for eight, 1:30 for ninety and no for false."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = str(node.value)
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+for _loader in (_TextLoader, _CoreLoader):
+    _loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", _NUMBER),
+    ("float", _FLOAT, _NUMBER),
+):
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+_CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_int)
+
+
+def _load(text: str, loader: type[yaml.SafeLoader]) -> Any:
+    """Raises yaml.YAMLError also for what would take no end: aliases of aliases, brackets in brackets."""
+    depth = 0
+    for event in yaml.parse(text, loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"aliases are not used in settings: write the value instead of *{event.anchor}")
+        if depth > _MOST_NESTED:
+            raise yaml.YAMLError(f"more than {_MOST_NESTED} brackets or sections inside each other")
+    return yaml.load(text, loader)  # noqa: S506 (a SafeLoader)
+
+
+set_loader(YAML_CORE, lambda text: _load(text, _CoreLoader), exceptions=(yaml.YAMLError,))
