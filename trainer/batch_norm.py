@@ -8,6 +8,8 @@ Shapes: x (d*N, C, ...) view-major; statistics (d, C), or (1, C) where all views
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -142,6 +144,15 @@ class BatchNormStatistics:
         """Call before forward."""
         for before, flat in zip(self._before, self._flat, strict=True):
             before.copy_(flat)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Take back what the block changes: with activation checkpointing, backward runs forwards again, each of which would
+        update the statistics a second time."""
+        after_forward = [flat.clone() for flat in self._flat]
+        yield
+        for flat, kept in zip(self._flat, after_forward, strict=True):
+            flat.copy_(kept)
 
     def restore_if(self, failed: Tensor) -> None:
         """Take back what forward changed where `failed` (bool, on the device)."""

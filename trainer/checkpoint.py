@@ -20,8 +20,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint_files import checkpoint_path, list_checkpoints
-from trainer.errors import InputError
+from trainer.checkpoint_check import first_not_finite
+from trainer.checkpoint_files import checkpoint_path, list_checkpoints, step_of
+from trainer.errors import InputError, TrainingFailedError
 from trainer.files import atomic_write
 
 FORMAT = 2
@@ -39,7 +40,15 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_
     `keep_last` (this one counts) and those of `kept_steps`.
 
     The folder is made where only it is missing. Raises OSError where the file can't be written (it leaves nothing then, and
-    what was there before stays), TypeError for content that is neither tensors nor plain values."""
+    what was there before stays), TrainingFailedError for weights or moments that are not finite (the same), TypeError for
+    content that is neither tensors nor plain values."""
+    broken = first_not_finite({name: content.get(name) for name in ("model", "optimizer")}, "checkpoint")
+    if broken:
+        raise TrainingFailedError(
+            f"nothing was saved at step {content['step']}: {broken} is not finite, and a run can't continue from that. The "
+            f"checkpoints in {folder} are untouched: continue from them with a smaller optimizer.learning_rate, a longer "
+            "warm-up, loss.eps 1e-4, or precision fp32"
+        )
     folder.mkdir(exist_ok=True)  # without parents: a run folder that has gone is a disk that has gone
     for rest in folder.glob(".step_*"):  # of a save that was killed
         _delete(rest)
@@ -152,6 +161,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"can't read checkpoint {path}: its content is not what was saved "
             f"(sha256 {digest[:16]}..., saved {str(content.get('sha256'))[:16]}...)"
         )
+    broken = first_not_finite({name: content.get(name) for name in ("model", "optimizer")}, "checkpoint")
+    if broken:
+        raise InputError(f"can't use checkpoint {path}: {broken} holds numbers that are not finite")
     content["model"] = plain_names(content["model"])
     return content
 
@@ -163,24 +175,37 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
             raise InputError(f"can't read checkpoint {path}: it is cut off, damaged or not one")
     content = torch.load(path, map_location="cpu", weights_only=True)
     found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT or not isinstance(content.get("model"), dict):
+    model = content.get("model") if isinstance(content, dict) else None
+    if found != FORMAT or not isinstance(model, dict):
         raise InputError(f"{path} is no checkpoint of this program (format {FORMAT} expected, found {found})")
+    odd = [name for name, value in model.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
+    if odd:
+        raise InputError(f"can't use checkpoint {path}: its model holds {odd[0]!r}, which is not a tensor with a name")
+    step, named = content.get("step"), step_of(path)
+    if type(step) is not int or step < 0 or named not in (None, step):
+        raise InputError(f"can't use checkpoint {path}: it says that it holds step {step!r}")
     return content, content_digest(content)
 
 
-def load_newest(folder: Path) -> dict[str, Any] | None:
-    """The newest checkpoint that can be read; broken ones are named and passed over. None where there is none at all.
+def load_newest(folder: Path, check: Callable[[dict[str, Any]], None] = lambda content: None) -> dict[str, Any] | None:
+    """The newest checkpoint that can be used; others are named with the reason and passed over. None where there is none at
+    all. check: raises InputError where the content can't be used.
 
-    Raises InputError where there are files but not one can be read: starting afresh would overwrite what may be saved."""
+    Raises InputError where there are files but not one can be used: starting afresh would overwrite what may be saved."""
     found = list_checkpoints(folder)
+    reasons = []
     for _, path in reversed(found):
         try:
-            return load_checkpoint(path)
+            content = load_checkpoint(path)
+            check(content)
+            return content
         except InputError as error:
-            _log.warning("%s; trying the one before", error)
+            reasons.append(str(error))
+            _log.warning("passed over %s: %s", path.name, error)
     if found:
         raise InputError(
-            f"none of the {len(found)} checkpoints in {folder} can be read; move them away to start afresh"
+            f"none of the {len(found)} checkpoints in {folder} can be used. The newest: {reasons[0]}\n"
+            "Move them away to start afresh, or take another --run_dir"
         )
     return None
 

@@ -13,10 +13,16 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}.pt"
 
 
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """All checkpoints as (step, file), oldest first by the number in the name."""
-    found = ((_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return sorted((int(match[1]), path) for match, path in found if match and not path.is_dir())
+    found = ((step_of(path), path) for path in (folder.iterdir() if folder.is_dir() else ()))
+    return sorted((step, path) for step, path in found if step is not None and not path.is_dir())
 
 
 def newest_step(run_dir: Path) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import trainer
 from trainer.config_names import closest
-from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError
+from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, exit_code_of
 from trainer.signals import StopRequest
 
 Words = Sequence[str]
@@ -20,6 +20,13 @@ Words = Sequence[str]
 
 def main(words: Words | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 75 preempted."""
+    from trainer.terminal import lasting_stderr
+
+    with lasting_stderr():
+        return _main(words)
+
+
+def _main(words: Words | None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
@@ -41,6 +48,13 @@ def main(words: Words | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
+    except OSError as error:
+        if exit_code_of(error) != BAD_INPUT:
+            raise
+        from trainer.files import describe_os_error
+
+        print(f"error: {describe_os_error(error)}", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("stopped at once", file=sys.stderr)
         return INTERRUPTED

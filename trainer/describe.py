@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.cluster.cores import core_warnings, own_cores
 from trainer.cluster.ranks import launch_warnings
@@ -21,11 +22,11 @@ from trainer.device import autocast_dtype
 from trainer.errors import InputError
 from trainer.geometry import micro_batches
 from trainer.model import Model
-from trainer.run_plan import check_set_size, plan_lines
+from trainer.run_plan import check_set_size, plan_lines, plan_warnings
 from trainer.setup import Run
 
 _log = logging.getLogger(__name__)
-_MEASURED_IMAGES = 2  # of which the dry run measures a forward
+_COUNTED_IMAGES = 2  # of which the dry run counts a forward, and of twice as many
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,16 @@ class Memory:
 
     state: int
     """Weights, gradients and moments."""
+    copies: int
+    """What backward keeps whatever the number of views: mostly the weights in autocast's type."""
     activations_per_view: int
-    """What backward keeps of one view, counted on the CPU without compiling; fused or recomputed it is less."""
+    """What backward keeps of each view without compiling; fused it is less."""
     views: int
 
     @property
     def total(self) -> int:
         """All of it, without the caching allocator's slack."""
-        return self.state + self.activations_per_view * self.views
+        return self.state + self.copies + self.activations_per_view * self.views
 
 
 def describe_run(run: Run) -> None:
@@ -55,6 +58,7 @@ def describe_run(run: Run) -> None:
     threads = run.config.data.threads or own_cores()
     for line in [
         *without_effect(run.config, run.ranks.world_size, run.device),
+        *plan_warnings(run.config, len(run.index)),
         *launch_warnings(run.ranks),
         *(core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda") if run.ranks.is_first else []),
         *(evaluation_warnings(run.config, run.index) if run.ranks.is_first else []),
@@ -117,13 +121,15 @@ def _split_problem(root: Path, name: str, index: Index) -> str:
 def dry_run(config: Config, world_size: int) -> list[str]:
     """The plan of a run without starting it, and its memory. The set is counted where it is there, else
     data.expected_images is taken."""
-    lines = plan_lines(config, _count_images(config), world_size)
+    num_images = _count_images(config)
+    lines = plan_lines(config, num_images, world_size)
+    lines += [f"warning: {line}" for line in plan_warnings(config, num_images)]
     per_rank = config.data.images_per_step // world_size
     images = per_rank // micro_batches(config, per_rank)
     memory = estimate_memory(config, images * config.views.num_views)
-    gib = 2**30
+    gib, fixed = 2**30, memory.state + memory.copies
     lines.append(
-        f"memory a rank: about {memory.total / gib:.1f} GiB = {memory.state / gib:.2f} for weights, gradients and moments + "
+        f"memory a rank: about {memory.total / gib:.1f} GiB = {fixed / gib:.2f} for weights, gradients and moments + "
         f"{memory.views} views x {memory.activations_per_view / 2**20:.1f} MiB kept for backward (eager)"
     )
     return lines
@@ -141,28 +147,36 @@ def _count_images(config: Config) -> int:
 
 
 def estimate_memory(config: Config, views_per_rank: int) -> Memory:
-    """Count what a forward of a few views keeps for backward, each storage once."""
+    """Count what a forward keeps for backward, for two numbers of views: the slope is what a view takes."""
     model = Model(replace(config.model, batch_norm_ranks="local"), config.views)
     weights = sum(p.numel() for p in model.parameters())
     moments = 1 if config.optimizer.name == "lars" else 2
-    rows = _MEASURED_IMAGES * config.views.num_views
-    pixels = torch.zeros(rows, 3, config.views.side, config.views.side, dtype=torch.uint8)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    rows = _COUNTED_IMAGES * config.views.num_views
+    some, twice = (_bytes_kept(model, config, count) for count in (rows, 2 * rows))
+    per_view = (twice - some) // rows
+    return Memory(4 * weights * (2 + moments), some - per_view * rows, per_view, views_per_rank)
+
+
+def _bytes_kept(model: Model, config: Config, rows: int) -> int:
+    """Bytes that a forward of so many views keeps for backward, each storage once. Nothing is computed: tensors have shapes
+    only."""
+    kept = {}
+    precision = "bf16" if config.precision == "auto" else config.precision
+    dtype = autocast_dtype(replace(config, precision=precision), torch.device("cpu"))
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage._cdata] = storage  # held, so that no other one gets its address
         return tensor
 
-    dtype = autocast_dtype(
-        replace(config, precision="bf16" if config.precision == "auto" else config.precision), torch.device("cpu")
-    )
-    with (
-        torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
-        torch.autocast("cpu", dtype, enabled=dtype is not None),
-    ):
-        alive = model(pixels.to(memory_format=torch.channels_last))
-    del alive
-    return Memory(4 * weights * (2 + moments), sum(kept.values()) // rows, views_per_rank)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        held = [*model.parameters(), *model.buffers()]
+        own = [same.untyped_storage() for tensor in held for same in (tensor, mode.from_tensor(tensor))]
+        pixels = torch.zeros(rows, 3, config.views.side, config.views.side, dtype=torch.uint8)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
+            torch.autocast("cpu", dtype, enabled=dtype is not None),
+        ):
+            model(pixels.to(memory_format=torch.channels_last))
+    own_addresses = {storage._cdata for storage in own}
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own_addresses)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -42,3 +45,30 @@ def _cpu_multiplies_bf16() -> bool:
     flags = Path("/proc/cpuinfo")
     words = set(flags.read_text().split()) if flags.exists() else set()
     return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """Memory in use, and how much there is, GiB. On a GPU all that is in use, whoever uses it; on a CPU this process's, and the
+    limit of its control group or the memory of the machine."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 2**30, total / 2**30
+    page = os.sysconf("SC_PAGE_SIZE")
+    used = int(Path("/proc/self/statm").read_text().split()[1]) * page
+    return used / 2**30, min(os.sysconf("SC_PHYS_PAGES") * page, *_group_limits(), sys.maxsize) / 2**30
+
+
+@functools.cache
+def _group_limits() -> tuple[int, ...]:
+    """The memory limits of this process's control groups and those above them, bytes, in version 1 or 2 of such groups."""
+    limits = []
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        root = Path("/sys/fs/cgroup", controllers)
+        own = root / path.lstrip("/")
+        above = [group for group in (own, *own.parents) if root in (group, *group.parents)]
+        for file in [group / name for group in above for name in ("memory.max", "memory.limit_in_bytes")]:
+            text = file.read_text().strip() if file.is_file() else ""
+            limits += [int(text)] if text.isdecimal() else []  # "max": no limit
+    return tuple(limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,9 +42,13 @@ def process_group(
         return
     on_gpu = device.type == "cuda"
     timeout = _collective_timeout(timeout_minutes)
+    began = time.monotonic()
     store = meet(ranks, timeout)
+    left = max(
+        timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=1)
+    )  # one wait for all of the start
     own_gpu = {"gpu": str(torch.cuda.get_device_properties(device).uuid)} if on_gpu else {}
-    compare_ranks(store, ranks, {**(facts or {}), "device": device.type, **own_gpu}, timeout, first)
+    compare_ranks(store, ranks, {**(facts or {}), "device": device.type, **own_gpu}, left, first)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,

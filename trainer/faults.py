@@ -63,24 +63,39 @@ class FaultCounter:
         self._most, self._num_views, self._ranks, self._group_size = most, num_views, ranks, group_size
         self._scales_loss = scales_loss
         self.in_a_row = 0
+        self._made_progress = False
 
     def count(self, step: int, code: int) -> None:
         """One step's code. Raises TrainingFailedError where more than the bound failed in a row."""
         self.in_a_row = self.in_a_row + 1 if code else 0
         if not code:
+            self._made_progress = True
             return
         what = describe_fault(code, self._num_views, self._ranks.world_size, self._group_size)
         if self._scales_loss and code == GRADIENT_FAULT:
             what += " (fp16: the loss scale was halved)"
+            self._made_progress = True  # the first steps of fp16 find its scale, which the checkpoint keeps
         if self._ranks.is_first:
             _log.warning("step %d: %s; no update was made on any rank (%d in a row)", step, what, self.in_a_row)
         if self.in_a_row > self._most:
-            precision = "bf16 or fp32" if self._scales_loss else "fp32"
             raise TrainingFailedError(
                 f"{self.in_a_row} steps in a row failed (loss.max_failed_steps {self._most}), the last {step}: {what}. "
-                "The embeddings have collapsed or overflowed. Try a smaller optimizer.learning_rate, a longer warm-up, "
-                f"loss.eps 1e-4, or precision {precision}; the last good checkpoint is untouched"
+                f"{self._advice()}; the last good checkpoint is untouched"
             )
+
+    def check_progress(self) -> None:
+        """Raises TrainingFailedError if steps were counted and all of them failed."""
+        if self.in_a_row and not self._made_progress:
+            raise TrainingFailedError(
+                f"all {self.in_a_row} steps of the run failed: nothing was learnt, and nothing is saved. {self._advice()}"
+            )
+
+    def _advice(self) -> str:
+        precision = "bf16 or fp32" if self._scales_loss else "fp32"
+        return (
+            "The embeddings have collapsed or overflowed. Try a smaller optimizer.learning_rate, a longer warm-up, loss.eps "
+            f"1e-4, or precision {precision}"
+        )
 
 
 class CollapseWatch:

@@ -10,9 +10,11 @@ import math
 import time
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from trainer.board import Board
 from trainer.cluster.ranks import Ranks, find_ranks
 from trainer.commit import git_commit
 from trainer.config import Config, flatten
@@ -20,14 +22,16 @@ from trainer.config_load import save_config
 from trainer.data.loader import ViewLoader
 from trainer.data.plan import PLAN_VERSION
 from trainer.describe import describe_run
-from trainer.device import choose_device
+from trainer.device import choose_device, memory_gib
 from trainer.distributed import is_of_lost_rank, process_group
 from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedError
+from trainer.faults import FaultCounter
+from trainer.files import describe_os_error
 from trainer.geometry import usable_ranks
-from trainer.metrics import Late, LossSums, MetricsWriter, Progressed
+from trainer.metrics import Clock, Late, LossSums, MetricsWriter, count_bad_images
 from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
-from trainer.run_state import RunState, wait_for_end
+from trainer.run_state import RunState, note_lost_rank_0, wait_for_end
 from trainer.saver import Saver
 from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, set_up
@@ -73,6 +77,8 @@ def pretrain(config: Config, stop: StopRequest) -> int:
             if not is_of_lost_rank(error):
                 raise
             _log.error("this rank ends: another rank is gone or late (%s)", str(error).partition("\n")[0])
+            if not ranks.is_first:
+                note_lost_rank_0(run_dir, error)
             return FAILED
 
 
@@ -93,8 +99,7 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
     sums = LossSums(run.device)
     first_step = step = resume(run, sums)
     open_writer = _writer(run, first_step, state)
-    agreed, lines = Late(_HOST_DELAY), Late(_HOST_DELAY)
-    faults, clock, saves = run.fault_counter(), _Clock(run, first_step), _SaveTimes(run)
+    late, faults, clock, saves = Late(_HOST_DELAY), run.fault_counter(), _clock(run, first_step), _SaveTimes(run)
     loader = run.loader(first_step)
     stopping = GO_ON
 
@@ -117,22 +122,22 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
 
             # --- what the device says, two steps late ---
             clock.waited(batch.wait_seconds)
-            agreed.put(batch.step, result.agreed)
-            if step % log_every == 0 or step == run.schedule.total_steps:
-                lines.put(clock.line(step, rate, len(loader.bad.ids)), sums.take(result.embeddings, ranks))
-            save_now = saves.steps_due(step)
-            for past_step, (fault, stop_asked, save_asked) in agreed.take():
-                faults.count(past_step, int(fault))
-                stopping = max(stopping, int(stop_asked))
-                save_now |= bool(save_asked)
-            _write(writer, lines.take(), state)
+            logged = step % log_every == 0 or step == run.schedule.total_steps
+            known = {"lr": rate, **clock.line(step), **_machine(run, loader)} if logged else {}
+            late.put(step, result.agreed, known, sums.take(result.embeddings, ranks) if logged else {})
+            if writer:
+                writer.made(step, batch.views)
+            stopping, save_now = _hear(late.take(step), faults, writer, state)
 
             # --- save, stop ---
-            if stopping:
-                stop.answered()
-            if save_now or stopping or step == run.end_step:
+            if stopping or save_now or saves.steps_due(step) or step == run.end_step:
+                # a resume after this step writes no line again, and a fault that ends the run is known before it is saved
+                stopping = max(stopping, _hear(late.take(), faults, writer, state)[0])
+                if step == run.end_step and first_step == 0:
+                    faults.check_progress()
+                if stopping:
+                    stop.answered()
                 watchdog.doing("waits for the checkpoint before this one to be written", for_files=True)
-                _write(writer, lines.take(everything=True), state)  # a resume after this step writes none of them again
                 save(run, saver, step, sums)
                 saves.done()
             _check_saves(run, saver)
@@ -142,6 +147,36 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
         watchdog.doing("waits for the last checkpoint to be written", for_files=True)
         _finish_saving(saver)
     return _finish(run, step, stopping if step < run.end_step else GO_ON, state)
+
+
+def _hear(
+    records: list[dict[str, Any]], faults: FaultCounter, writer: MetricsWriter | None, state: RunState
+) -> tuple[int, bool]:
+    """Take note of what steps left -> how the ranks agreed to stop, and whether they agreed to save."""
+    stopping, save_now = GO_ON, False
+    for record in records:
+        faults.count(record["step"] - 1, int(record["fault"]))
+        stopping = max(stopping, int(record["stop"]))
+        save_now |= bool(record["save"])
+        if writer and "loss" in record:
+            writer.write(record)
+            loss = record["loss"] if math.isfinite(record["loss"]) else None
+            state.note(loss=loss, images_per_s=record["images_per_s"])
+    return stopping, save_now
+
+
+def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
+    """What a logged line says of memory and images."""
+    used, limit = memory_gib(run.device)
+    bad_images = count_bad_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
+    return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "bad_images": bad_images}
+
+
+def _clock(run: Run, first_step: int) -> Clock:
+    config = run.config
+    return Clock(
+        config.data.images_per_step, config.views.num_views, run.planner.steps_per_epoch, first_step, run.end_step
+    )
 
 
 def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
@@ -165,15 +200,9 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     job = f" (SLURM job {run.ranks.job_id}, restart {run.ranks.restarts})" if run.ranks.job_id else ""
     _log.info("start %d of this run%s, at step %d of %d", state.starts, job, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml")
-    return closing(MetricsWriter(run.run_dir, first_step, run.end_step, tensorboard=run.config.log.tensorboard))
-
-
-def _write(writer: MetricsWriter | None, lines: list[tuple[Progressed, list[float]]], state: RunState) -> None:
-    for at, values in lines:
-        if writer:
-            writer.write(at, values)
-            loss = values[0] if math.isfinite(values[0]) else None
-            state.note(loss=loss, images_per_s=round(at.images_per_s, 1))
+    board = Board(run.run_dir, first_step, run.config) if run.config.log.tensorboard else None
+    writer = MetricsWriter(run.run_dir, first_step, run.end_step, run.config.optimizer.epochs, board)
+    return closing(writer)
 
 
 def _saver(run: Run) -> Saver:
@@ -186,7 +215,7 @@ def _check_saves(run: Run, saver: Saver) -> None:
     error = saver.failure()
     if error and run.config.checkpoint.on_failure == "stop":
         raise TrainingFailedError(
-            f"a checkpoint could not be saved (checkpoint.on_failure is stop): {error}"
+            f"a checkpoint could not be saved (checkpoint.on_failure is stop): {describe_os_error(error)}"
         ) from error
 
 
@@ -195,7 +224,7 @@ def _finish_saving(saver: Saver) -> None:
         saver.wait()
     except OSError as error:
         raise TrainingFailedError(
-            f"the last checkpoint could not be saved, the work since the one before is lost: {error}"
+            f"the last checkpoint could not be saved, the work since the one before is lost: {describe_os_error(error)}"
         ) from error
 
 
@@ -208,31 +237,6 @@ def _finish(run: Run, step: int, stopped: int, state: RunState) -> int:
     if run.ranks.is_first:
         _log.info("%s after step %d of %d", status, step, run.schedule.total_steps)
     return code
-
-
-class _Clock:
-    """Rate and data wait since the last logged line."""
-
-    def __init__(self, run: Run, first_step: int) -> None:
-        self._run, self._step, self._since, self._wait = run, first_step, time.perf_counter(), 0.0
-
-    def waited(self, seconds: float) -> None:
-        self._wait += seconds
-
-    def line(self, step: int, rate: float, bad_images: int) -> Progressed:
-        seconds = time.perf_counter() - self._since
-        images = (step - self._step) * self._run.config.data.images_per_step
-        line = Progressed(
-            step=step,
-            epoch=step / self._run.planner.steps_per_epoch,
-            learning_rate=rate,
-            images_per_s=images / seconds,
-            views_per_s=images * self._run.config.views.num_views / seconds,
-            data_wait=self._wait / seconds,
-            bad_images=bad_images,
-        )
-        self._step, self._since, self._wait = step, time.perf_counter(), 0.0
-        return line
 
 
 class _SaveTimes:

@@ -1,4 +1,7 @@
-"""What a run says of itself: sums kept on the device, read late; metrics.jsonl, TensorBoard, a progress bar or plain lines."""
+"""What a run says of itself: metrics kept on the device and read late, metrics.jsonl, TensorBoard, the log line.
+
+A metric is one entry of a dict, under one name all the way; docs/metrics.md says what each name means.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,49 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
+from trainer.board import GROUPS, Board
 from trainer.cluster.ranks import Ranks
+from trainer.data.bad_images import read_quarantine
 from trainer.faults import CollapseWatch
 from trainer.files import write_text
 from trainer.step import StepResult
+from trainer.terminal import Bar
 
 _log = logging.getLogger(__name__)
+AGREED = ("fault", "stop", "save")  # of `StepResult.agreed`
+FIELDS = (
+    "step",
+    "epoch",
+    *(name for names in GROUPS.values() for name in names),
+    "memory_limit_gib",
+    "eta_seconds",
+    "time",
+)
 
 
 class Late:
-    """Small device tensors whose values the host takes `delay` steps later, when the copy is long done: no waiting."""
+    """Small values on the device that the host reads `delay` steps later, when their copy is long done: no waiting."""
 
     def __init__(self, delay: int) -> None:
         self._delay = delay
-        self._waiting: deque[tuple[Any, Tensor, Any]] = deque()
+        self._waiting: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
 
-    def put(self, tag: Any, values: Tensor) -> None:
-        """Start the copy of `values` to the host."""
+    def put(self, step: int, agreed: Tensor, known: Mapping[str, Any], metrics: Mapping[str, Tensor]) -> None:
+        """Start the copy of what step `step` left on the device.
+
+        agreed: as in `StepResult`. known: what the host knows already. metrics: 0-d tensors by name, if a line is due.
+        """
+        values = torch.cat([agreed.double(), torch.stack(list(metrics.values()))]) if metrics else agreed
         event = None
         if values.device.type == "cuda":
             host = torch.empty_like(values, device="cpu", pin_memory=True)  # a copy to pageable memory would wait
@@ -43,16 +62,17 @@ class Late:
             event.record()
         else:
             host = values.detach().clone()
-        self._waiting.append((tag, host, event))
+        self._waiting.append(({"step": step, **known}, [*AGREED, *metrics], host, event))
 
-    def take(self, *, everything: bool = False) -> list[tuple[Any, list[float]]]:
-        """What is due: all but the newest `delay`, or everything."""
+    def take(self, step: float = math.inf) -> list[dict[str, Any]]:
+        """The records that are due when `step` steps were made, in order; all of them without a step. A record holds what was
+        known, the three values of AGREED, and the metrics where there were any."""
         due = []
-        while len(self._waiting) > (0 if everything else self._delay):
-            tag, host, event = self._waiting.popleft()
+        while self._waiting and self._waiting[0][0]["step"] <= step - self._delay:
+            known, names, host, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
-            due.append((tag, host.tolist()))
+            due.append(known | dict(zip(names, host.tolist(), strict=True)))
         return due
 
 
@@ -70,13 +90,17 @@ class LossSums:
         self.sums += torch.stack([loss, applied.double(), result.failed.double()])
         self.min_pivot = torch.minimum(self.min_pivot, result.min_pivot)
 
-    def take(self, embeddings: Tensor, ranks: Ranks) -> Tensor:
-        """(4,) mean loss over steps and ranks, failed steps, smallest pivot, effective rank; starts again from 0."""
+    def take(self, embeddings: Tensor, ranks: Ranks) -> dict[str, Tensor]:
+        """The metrics of the steps since the last call, over all ranks: 0-d float64, by their names in metrics.jsonl."""
         sums, pivot = self._over_ranks(ranks)
         self.sums.zero_()
         self.min_pivot.fill_(1.0)
-        mean_loss = sums[0] / sums[1]  # NaN where no step was applied
-        return torch.stack([mean_loss, sums[2] / ranks.world_size, pivot.double(), effective_rank(embeddings, ranks)])
+        return {
+            "loss": sums[0] / sums[1],  # NaN where no step was applied
+            "effective_rank": effective_rank(embeddings, ranks),
+            "min_pivot": pivot.double(),
+            "failed_steps": sums[2] / ranks.world_size,
+        }
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
         """For a checkpoint between two logged lines: a rank's share of the sums over all. Every rank calls this."""
@@ -111,61 +135,69 @@ def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
     return covariance.diagonal().sum().square() / covariance.square().sum()
 
 
-class Progressed(NamedTuple):
-    """What the host knows of a logged line before the device's values arrive."""
+class Clock:
+    """Rates, waits and the time left, since the last logged line."""
 
-    step: int
-    epoch: float
-    learning_rate: float
-    images_per_s: float
-    views_per_s: float
-    data_wait: float
-    bad_images: int
+    def __init__(
+        self, images_per_step: int, num_views: int, steps_per_epoch: int, first_step: int, end_step: int
+    ) -> None:
+        self._images_per_step, self._num_views = images_per_step, num_views
+        self._steps_per_epoch, self._end_step = steps_per_epoch, end_step
+        self._step, self._since, self._wait = first_step, time.perf_counter(), 0.0
+        self._step_seconds = 0.0  # smoothed, for the time left
+
+    def waited(self, seconds: float) -> None:
+        """Add a wait for data."""
+        self._wait += seconds
+
+    def line(self, step: int) -> dict[str, Any]:
+        """What is known of a line when `step` steps were made, by the names in metrics.jsonl; starts again from 0."""
+        now = time.perf_counter()
+        seconds = (now - self._since) / (step - self._step)
+        self._step_seconds = 0.7 * self._step_seconds + 0.3 * seconds if self._step_seconds else seconds
+        line = {
+            "epoch": round(step / self._steps_per_epoch, 4),
+            "images_per_s": round(self._images_per_step / seconds, 3),
+            "views_per_s": round(self._images_per_step * self._num_views / seconds, 3),
+            "seconds_per_step": round(seconds, 5),
+            "data_wait": round(self._wait / (now - self._since), 4),
+            "eta_seconds": round(self._step_seconds * (self._end_step - step), 1),
+            "time": round(time.time(), 3),
+        }
+        self._step, self._since, self._wait = step, now, 0.0
+        return line
 
 
 class MetricsWriter:
     """The one writer of a run (first rank). Lines after `first_step`, of a run that was killed, are dropped."""
 
-    def __init__(self, run_dir: Path, first_step: int, total_steps: int, *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, first_step: int, end_step: int, epochs: int, board: Board | None = None) -> None:
+        """epochs: of the whole run. board: None where TensorBoard is not wanted."""
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, first_step)
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""  # while the disk is full
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
-        self._bar = _progress_bar() if sys.stderr.isatty() else None
+        self._board, self._has_views = board, False
+        self._bar = Bar(first_step, end_step)
         self._collapse = CollapseWatch()
-        self._total = total_steps
-        if self._bar:
-            self._task = self._bar.add_task("", total=total_steps, completed=first_step)
-            self._bar.start()
+        self._end_step, self._epochs = end_step, epochs
 
-    def write(self, at: Progressed, device_values: list[float]) -> None:
-        """One logged line. device_values: as `LossSums.take` gives them."""
-        loss, failed_steps, min_pivot, rank = device_values
-        self._collapse.see(at.step, min_pivot, rank)
-        record = {
-            "step": at.step,
-            "epoch": round(at.epoch, 4),
-            "loss": _number(loss),
-            "lr": at.learning_rate,
-            "views_per_s": round(at.views_per_s, 1),
-            "data_wait": round(at.data_wait, 4),
-            "min_pivot": min_pivot,
-            "effective_rank": _number(round(rank, 3)),
-            "failed_steps": int(failed_steps),
-            "bad_images": at.bad_images,
-            "time": round(time.time(), 3),
-        }
-        self._append(json.dumps(record) + "\n")
-        self._draw(record)
-        if self._bar:
-            short = f"loss {loss:.3f}  {at.views_per_s:.0f} views/s  wait {at.data_wait:.0%}"
-            self._bar.update(self._task, completed=at.step, description=short)
-        else:
-            _log.info(
-                f"step {at.step}/{self._total}  epoch {at.epoch:.2f}  loss {loss:.4f}  lr {at.learning_rate:.3g}  "
-                f"{at.views_per_s:.0f} views/s  data wait {at.data_wait:.0%}  pivot {min_pivot:.1e}  rank {rank:.1f}"
-            )
+    def made(self, step: int, views: Tensor) -> None:
+        """Move the progress bar on. The first `views` that are given (d*N, 3, S, S) are drawn."""
+        self._bar.move(step)
+        if self._board and not self._has_views:
+            self._board.draw_views(views, step)
+            self._has_views = True
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one logged line, as `Late.take` gives it, wherever it goes. A number that is not finite becomes null."""
+        self._collapse.see(record["step"], record["min_pivot"], record["effective_rank"])
+        values = {name: _finite(record[name]) for name in FIELDS} | {"failed_steps": round(record["failed_steps"])}
+        self._append(json.dumps(values) + "\n")
+        if self._board:
+            self._board.draw(values)
+        _log.info("%s", describe_line(values, self._end_step, self._epochs))
+        self._bar.move(record["step"], f"loss {record['loss']:.3f}  {record['images_per_s']:.4g} img/s")
 
     def _append(self, line: str) -> None:
         """A full disk ends no run: what could not be written is tried again with the next line."""
@@ -178,37 +210,53 @@ class MetricsWriter:
             if not failed_before:
                 _log.error("can't write to %s: %s; its lines are kept and tried again", self._path, error.strerror)
 
-    def _draw(self, record: dict[str, Any]) -> None:
-        if self._board is None:
-            return
-        try:
-            for name in ("loss", "lr", "views_per_s", "data_wait", "min_pivot", "effective_rank", "failed_steps"):
-                if record[name] is not None:
-                    self._board.add_scalar(name, record[name], record["step"])
-        except OSError as error:  # of its writing thread, which ends by it
-            _log.error("can't write to TensorBoard's files: %s; no more of them until the next start", error.strerror)
-            self._board = None
-
     def close(self) -> None:
         """Flush everything."""
-        if self._bar:
-            self._bar.stop()
+        self._bar.close()
         if self._board:
-            try:
-                self._board.close()
-            except OSError as error:
-                _log.error("can't write to TensorBoard's files: %s", error.strerror)
+            self._board.close()
         self._file.close()
 
 
-def _number(value: float) -> float | None:
+def describe_line(values: Mapping[str, Any], end_step: int, epochs: int) -> str:
+    """A line of metrics.jsonl for people. What is not known is left out."""
+    formats = {
+        "loss": "loss {:.3f}",
+        "lr": "lr {:.3g}",
+        "images_per_s": "{:.4g} img/s",
+        "views_per_s": "{:.4g} views/s",
+        "seconds_per_step": "{:.3g} s/step",
+        "data_wait": "data {:.0%}",
+        "memory_gib": f"mem {{:.1f}}/{values.get('memory_limit_gib', 0):.0f} GiB",
+        "effective_rank": "eff. rank {:.3g}",
+        "min_pivot": "min pivot {:.1e}",
+    }
+    # these two are rarely there, and matter where they are
+    formats |= {name: f"{name.replace('_', ' ')} {{:d}}" for name in ("failed_steps", "bad_images") if values[name]}
+    said = [text.format(values[name]) for name, text in formats.items() if values.get(name) is not None]
+    left = timedelta(seconds=round(values["eta_seconds"]))
+    head = f"epoch {int(values['epoch'])}/{epochs}", f"step {values['step']}/{end_step}"
+    return "  ".join([*head, *said, f"ETA {left}"])
+
+
+def count_bad_images(quarantine: Path, own: int) -> int:
+    """Images that any rank could not use: those named in the file that all ranks append to. own: of this rank, in case that
+    the file could not be written."""
+    try:
+        return max(own, _count_named(quarantine, quarantine.stat().st_size))
+    except OSError:  # mostly that there is no bad image and so no file
+        return own
+
+
+@lru_cache(maxsize=1)
+def _count_named(quarantine: Path, size: int) -> int:
+    """Cached until the file grows."""
+    return len(read_quarantine(quarantine, sys.maxsize))
+
+
+def _finite(value: float) -> float | None:
     """For JSON, which has no NaN: no loss where no step was applied, no effective rank of embeddings that are all the same."""
     return value if math.isfinite(value) else None
-
-
-def _progress_bar() -> Progress:
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=Console(stderr=True))
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

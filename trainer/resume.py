@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from trainer.checkpoint import load_newest, plain_names
+from trainer.checkpoint_check import first_difference, wanted_moments
 from trainer.config_changes import changed_settings, plain_settings, refuse_changes
 from trainer.data.bad_images import drop_quarantine_after
 from trainer.data.plan import PLAN_VERSION
@@ -47,7 +49,7 @@ def resume(run: Run, sums: LossSums) -> int:
     """Load the newest checkpoint of the run folder, if there is one; returns the number of updates made so far.
 
     Raises InputError where settings that shape the result, or the images, are not those of the checkpoint."""
-    content = _find_same(run)
+    content = _find_same(run, sums)
     step = 0 if content is None else _restore(run, content, sums)
     if run.ranks.is_first:
         drop_quarantine_after(run.quarantine, step)
@@ -55,12 +57,13 @@ def resume(run: Run, sums: LossSums) -> int:
     return step
 
 
-def _find_same(run: Run) -> dict[str, Any] | None:
-    """The newest checkpoint, the same on all ranks. A network file system may show a new file late to other nodes: ranks that
-    find an older one look again for a while.
+def _find_same(run: Run, sums: LossSums) -> dict[str, Any] | None:
+    """The newest checkpoint that can be used, the same on all ranks. A network file system may show a new file late to other
+    nodes: ranks that find an older one look again for a while.
 
     Raises InputError if they still differ then."""
-    content = load_newest(run.checkpoints)
+    check = partial(_check_usable, run, sums)
+    content = load_newest(run.checkpoints, check)
     for look in range(_LOOKS):
         step = 0 if content is None else int(content["step"])
         newest, oldest = agree(torch.tensor([step, -step], device=run.device), run.ranks).tolist()
@@ -70,23 +73,61 @@ def _find_same(run: Run) -> dict[str, Any] | None:
             _log.warning("this rank finds the checkpoint of step %d, others up to %d: looking again", step, newest)
         time.sleep(_LOOK_SECONDS)
         if step < newest:
-            content = load_newest(run.checkpoints)
+            content = load_newest(run.checkpoints, check)
     raise InputError(
         f"{run.checkpoints}: this rank finds the checkpoint of step {step}, others those of {-oldest} to {newest}: the "
         "file system shows nodes different files. Start again when it has settled"
     )
 
 
+def _check_usable(run: Run, sums: LossSums, content: dict[str, Any]) -> None:
+    """Raises InputError for a checkpoint that lacks a part, or that says it is of these settings and does not fit them."""
+    wanted: dict[str, Any] = {"optimizer": dict, "config": dict, "plan_version": int, "world_size": int}
+    wanted |= {
+        "data": {"fingerprint": str, "images": int},
+        "loss_sums": {"sums": sums.sums, "min_pivot": sums.min_pivot},
+    }
+    difference = first_difference({key: content[key] for key in wanted if key in content}, wanted, "checkpoint")
+    odd = [key for key, value in content["config"].items() if isinstance(value, torch.Tensor)] if not difference else []
+    if odd:
+        difference = f"checkpoint.config.{odd[0]} is a Tensor"
+    if not difference and not _changes(run, content):
+        difference = _misfit(run, content)
+        if content["step"] > run.schedule.total_steps:
+            difference = f"step {content['step']} is beyond the run's last, {run.schedule.total_steps}"
+    if difference:
+        raise InputError(difference)
+
+
+def _misfit(run: Run, content: dict[str, Any]) -> str | None:
+    """In words, where a checkpoint does not fit this model and optimizer."""
+    optimizer = content["optimizer"]
+    moments = optimizer.get("state")
+    scale = run.step.loss_scale.state() if run.step.loss_scale else None
+    pairs: list[tuple[str, Any, dict[Any, Any]]] = [("model", content["model"], plain_names(run.model.state_dict()))]
+    if moments != {}:  # none where no update was made yet
+        pairs.append(("optimizer.state", moments, wanted_moments(run.optimizer, run.config.optimizer)))
+    if scale:
+        pairs.append(("loss_scale", content.get("loss_scale"), scale))
+    return next((text for name, found, wanted in pairs if (text := first_difference(found, wanted, name))), None)
+
+
 def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
-    _check_same(run, content)
-    try:
-        run.model.load_state_dict(content["model"])
-        run.optimizer.load_state_dict(content["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
+    changed = _changes(run, content)
+    if not run.config.allow_changes:
+        refuse_changes(run.run_dir, changed)
+    elif changed:
+        _log.warning("going on with changed settings:\n%s", "\n".join(f"  - {line}" for line in changed))
+    misfit = _misfit(run, content)
+    if misfit:
         raise InputError(
-            f"the checkpoint of step {content['step']} in {run.checkpoints} does not fit this model or optimizer: {error}\n"
+            f"the checkpoint of step {content['step']} in {run.checkpoints} does not fit this model or optimizer: {misfit}\n"
             "Use its settings again, take another --run_dir, or start from its encoder with --init_from"
-        ) from error
+        )
+    run.model.load_state_dict(content["model"])
+    # the options follow from the settings, which may have been changed on purpose
+    options = run.optimizer.state_dict()["param_groups"]
+    run.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": options})
     sums.load(content["loss_sums"])
     if run.step.loss_scale and content.get("loss_scale"):
         run.step.loss_scale.load(content["loss_scale"])
@@ -108,13 +149,11 @@ def _log_ranks(run: Run, world_size: int) -> None:
     _log.info("images, views and slices of each step stay the same, BatchNorm %s", change)
 
 
-def _check_same(run: Run, content: dict[str, Any]) -> None:
+def _changes(run: Run, content: dict[str, Any]) -> list[str]:
+    """What shapes the result and is not what it was, in words."""
     changed = changed_settings(run.config, content["config"])
     if content["plan_version"] != PLAN_VERSION:
         changed.append(f"plan version: {content['plan_version']} -> {PLAN_VERSION} (other augmentations)")
     if content["data"]["fingerprint"] != run.index.fingerprint:
         changed.append(f"training images: {content['data']['images']} -> {len(run.index)}, or other files or labels")
-    if not run.config.allow_changes:
-        refuse_changes(run.run_dir, changed)
-    elif changed:
-        _log.warning("going on with changed settings:\n%s", "\n".join(f"  - {line}" for line in changed))
+    return changed

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ from trainer.errors import InputError
 
 _log = logging.getLogger(__name__)
 _LOG_BYTES = 32 << 20  # of log.txt, before it becomes log.txt.1
+_FILES = (".lock", "log.txt", "log.txt.1", "metrics.jsonl", "config.yaml", "state.json", "quarantine.jsonl", "images.index",
+          "launch.json", "stop")  # fmt: skip
+_FOLDERS = ("checkpoints", "tensorboard", "eval")
+_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
 _FORMAT = "%(asctime)s %(levelname).1s {rank}%(message)s"
 
 
@@ -28,15 +33,34 @@ def check_run_dir_is_set(run_dir: str) -> None:
 
 
 def open_run_folder(run_dir: str) -> Path:
-    """The folder, made where it is missing. Raises InputError where it can't be."""
+    """The folder, made where it is missing. Raises InputError where it can't be, or where something else has the name of what
+    a run writes there."""
     check_run_dir_is_set(run_dir)
     path = Path(run_dir)
+    _check_names(path)
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # the latter for a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"can't make the run folder {str(path)!r}: {reason}") from error
     return path
+
+
+def _check_names(run_dir: Path) -> None:
+    """Raises InputError for links, through which the files of others would be written or emptied, and for whatever would be
+    waited for without end, such as named pipes."""
+    wanted = dict.fromkeys(_FILES, (stat.S_IFREG, "a file")) | dict.fromkeys(_FOLDERS, (stat.S_IFDIR, "a folder"))
+    problems = []
+    for name, (kind, word) in wanted.items():
+        path = run_dir / name
+        if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) != kind:
+            found = _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a device or socket")
+            problems.append(f"{name} is {found}, not {word}")
+    if problems:
+        raise InputError(
+            f"can't use the run folder {run_dir}: {'; '.join(problems)}. Move that away, or take another --run_dir (which may "
+            "itself be a link)"
+        )
 
 
 @contextmanager

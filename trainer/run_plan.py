@@ -26,11 +26,8 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
     s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views
     slices = images // loss.slice_size * views * loss.iterations
     rule = f" = {o.learning_rate:g} x sqrt({images})" if o.learning_rate_rule == "sqrt" else ""
-    after = (
-        "half cosine to 0"
-        if s.drop_steps is None
-        else f"x{s.drop_factor:g} at steps {', '.join(map(str, s.drop_steps))}"
-    )
+    drops = f"x{s.drop_factor:g} at steps {', '.join(map(str, s.drop_steps))}" if s.drop_steps else "constant"
+    after = "half cosine to 0" if s.drop_steps is None else drops
     together = "none shared" if group == 1 else f"shared by groups of {group} neighbouring ranks"
     sides = side_steps(config, steps_per_epoch)
     smaller = [f"{side} px until step {end}" for (_, side), (end, _) in pairwise(sides)]
@@ -47,6 +44,17 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
         f"BatchNorm: encoder {config.model.encoder_batch_norm}, projector {config.model.projector_batch_norm}, "
         f"statistics of {batch_norm_images(config, world_size)} images at a time, "
         f"{'over all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",
+    ]
+
+
+def plan_warnings(config: Config, num_images: int) -> list[str]:
+    """What is hardly meant, in words."""
+    schedule = build_schedule(config, num_images // config.data.images_per_step)
+    if schedule.warmup_steps < schedule.total_steps:
+        return []
+    return [
+        f"the warm-up of {schedule.warmup_steps} steps is not shorter than the run of {schedule.total_steps}: the rate never "
+        "gets to its peak. Set optimizer.warmup_epochs or optimizer.warmup_steps lower, or optimizer.epochs higher"
     ]
 
 

@@ -20,8 +20,9 @@ from typing import Any
 from trainer.checkpoint_files import newest_step
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.runs import read_run, whole
-from trainer.errors import BAD_INPUT, DONE, FAILED, PREEMPTED, InputError, TrainingFailedError
+from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedError, exit_code_of
 from trainer.files import write_text
+from trainer.run_folder import lock_run_folder
 from trainer.signals import STOP, StopRequest
 
 _log = logging.getLogger(__name__)
@@ -134,10 +135,9 @@ class RunState:
 
     def failed(self, error: BaseException) -> None:
         """Write that an error ends the run, unless this rank never came to hold the folder."""
-        code = BAD_INPUT if isinstance(error, InputError) else FAILED
         if self._fields:
             message = "; ".join(str(error).split("\n"))[:_MESSAGE_LENGTH] or type(error).__name__
-            self.ended("failed", code, step=newest_step(self._run_dir), message=message)
+            self.ended("failed", exit_code_of(error), step=newest_step(self._run_dir), message=message)
 
     @contextmanager
     def heartbeat(self, stop: StopRequest) -> Iterator[None]:
@@ -185,6 +185,25 @@ def wait_for_end(run_dir: Path, stop: StopRequest, timeout_seconds: float) -> in
         time.sleep(_LOOK_SECONDS)
     _log.error("no sign of life from rank 0 for %.0f s: this rank ends", _SILENT_SECONDS)
     return DONE
+
+
+def note_lost_rank_0(run_dir: Path, error: BaseException) -> None:
+    """For a rank that has lost another one: write that the run failed, if rank 0 was killed before it could. While rank 0 lives
+    it holds the folder's lock, and says itself how the run ends."""
+    try:
+        with lock_run_folder(run_dir):
+            state = read_run(run_dir).state
+            if state.get("status") in ("starting", "running") and state.get("exit_code") is None:
+                message = f"rank 0 was lost: {str(error).partition(chr(10))[0]}"[:_MESSAGE_LENGTH]
+                state |= {"status": "failed", "exit_code": FAILED, "message": message, "step": newest_step(run_dir)}
+                write_text(run_dir / "state.json", json.dumps(state) + "\n")
+                _log.error(
+                    "rank 0 was lost before it could write how the run ended: state.json now says that it failed"
+                )
+    except InputError:  # rank 0 holds the lock
+        return
+    except OSError as problem:
+        _log.error("can't write %s: %s", run_dir / "state.json", problem.strerror)
 
 
 def mark_run(run_dir: Path, status: str, exit_code: int | None = None) -> None:

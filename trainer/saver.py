@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.checkpoint import map_tensors, save_checkpoint
 from trainer.checkpoint_files import checkpoint_path, list_checkpoints
+from trainer.files import describe_os_error
 
 _SLOW_SECONDS = 1.0  # a wait for the save before that is worth a line
 _STUCK_SECONDS = 60.0  # a file system that hangs is said this often
@@ -101,16 +102,28 @@ class Saver:
             self.failed_in_a_row += 1
             with self._lock:
                 self._untold = self._last = error
+            error.filename = error.filename or str(checkpoint_path(self._folder, content["step"]))
             _log.error(
-                "the checkpoint of step %d was NOT saved to %s: %s; %d save(s) in a row failed; %s",
+                "the checkpoint of step %d was NOT saved: %s; %d save(s) in a row failed; %s",
                 content["step"],
-                checkpoint_path(self._folder, content["step"]),
-                error.strerror or error,
+                describe_os_error(error, tensor_bytes(content)),
                 self.failed_in_a_row,
                 _what_is_left(self._folder),
             )
         except BaseException as fault:
             self._fault = fault
+
+
+def tensor_bytes(content: dict[str, Any]) -> int:
+    """About what a checkpoint takes on the disk."""
+    sizes: list[int] = []
+
+    def count(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    map_tensors(content, count)
+    return sum(sizes)
 
 
 def _what_is_left(folder: Path) -> str:

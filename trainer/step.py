@@ -120,7 +120,7 @@ class TrainStep:
             loss, ok, min_pivot = self._loss(embeddings, permutations)
             scaled = loss / self.accumulation_steps if self.accumulation_steps > 1 else loss
             scaled = scaled * self.loss_scale.scale if self.loss_scale else scaled
-        with record_function("backward"):
+        with record_function("backward"), self.statistics.unchanged():
             scaled.backward()
         # CUDA graphs write the next embeddings over these
         return Computed(loss.detach(), embeddings.detach().clone(), ok.unflatten(0, (self.num_views, -1)), min_pivot)

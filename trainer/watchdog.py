@@ -2,6 +2,9 @@
 
 A rank whose file system hangs holds all others up, and no exception ends it: only another thread can. A step is not
 ended: it may be a long one (a recipe's on a laptop), and its collectives have time-outs of their own.
+
+Only time in which this process could run counts: a job that is suspended (SIGSTOP) and continued has not waited. The thread
+wakes often, and a gap between two of its looks counts as no more than two of its naps.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from trainer.errors import FAILED
 from trainer.signals import aside
 
 _log = logging.getLogger(__name__)
+_LONGEST_NAP_SECONDS = 1.0
 
 
 class Watchdog:
@@ -41,13 +45,15 @@ class Watchdog:
         self._details = details
         self._before_exit = before_exit
         self._on_stall = on_stall
-        self._news = (time.monotonic(), "starts", False)  # replaced whole: the two threads need no lock
+        self._nap_seconds = min(warn_seconds / 4, timeout_seconds / 4, _LONGEST_NAP_SECONDS)
+        self._awake = 0.0  # seconds, counted by the thread
+        self._news = (self._awake, "starts", False)  # replaced whole: the two threads need no lock
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def doing(self, what: str, *, for_files: bool = False) -> None:
         """Something new begins. for_files: it waits for nothing but a file system."""
-        self._news = (time.monotonic(), what, for_files)
+        self._news = (self._awake, what, for_files)
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -59,10 +65,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         warned = (self._news, 0.0)
-        while not self._ended.wait(min(self._warn_seconds, self._timeout_seconds) / 4):
+        looked = time.monotonic()
+        while not self._ended.wait(self._nap_seconds):
+            looked, before = time.monotonic(), looked
+            self._awake += min(looked - before, 2 * self._nap_seconds)
             news = self._news
             since, what, for_files = news
-            seconds = time.monotonic() - since
+            seconds = self._awake - since
             if news is not warned[0]:
                 if warned[1]:
                     self._on_stall("")

@@ -1,6 +1,8 @@
 """Whole runs through the command line: resume, exit codes, files, bad input."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import yaml
 from tests.conftest import ROOT, write_images
 from tests.integration.launch import wmse
 from tests.integration.run_files import checkpoint, metrics, state
+from tests.unit.test_checkpoint import files_up_to
 from trainer.checkpoint import save_checkpoint
 from trainer.checkpoint_files import list_checkpoints
 from trainer.cli import main
@@ -229,23 +232,62 @@ def test_a_change_that_can_not_be_loaded_is_named(
     assert "Traceback" not in error
 
 
-def test_a_run_folder_that_can_not_be_written_is_named(
+def test_a_run_folder_with_odd_files_is_refused_in_words(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run" / ".lock").mkdir(parents=True)
-    assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
-    assert f"can't write to the run folder {tmp_path / 'run'}" in capsys.readouterr().err
-
-
-def test_a_state_that_can_not_be_written_hides_no_error(
-    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run" / "state.json").mkdir(parents=True)
-    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--data.train_split", "none") == 2
+    run_dir = tmp_path / "run"
+    (run_dir / "state.json").mkdir(parents=True)
+    os.mkfifo(run_dir / "quarantine.jsonl")
+    assert pretrain(tiny_config, tiny_set, run_dir) == 2
     error = capsys.readouterr().err
-    assert "can't write" in error
-    assert "none" in error
+    assert "state.json is a folder, not a file; quarantine.jsonl is a named pipe, not a file" in error
     assert "Traceback" not in error
+
+
+def test_no_room_for_a_file_is_one_line_with_its_path_and_a_way_out(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain(tiny_config, tiny_set, tmp_path / "other", "--max_steps", "1") == 0  # the set has its index now
+    with files_up_to(1500):
+        assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"error: can't write {tmp_path / 'run'}/")
+    assert "File too large (" in last
+    assert "MiB are free on its disk" in last
+    assert "Make room there, or take another folder" in last
+    assert state(tmp_path / "run")[:2] == ("failed", 2)
+
+
+def test_a_file_without_rights_is_one_line(
+    tiny_set: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("trainer.metrics._drop_lines_after", refuse)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"error: {tmp_path / 'run' / 'metrics.jsonl'}: Permission denied: change the rights")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"starts": Infinity, "first_step": Infinity, "heartbeat": -Infinity, "idle_starts": NaN}',
+        "[",
+        "\x00",
+        "[" * 99_999,
+    ],
+)
+def test_a_damaged_state_is_repaired(text: str, tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state.json").write_text(text)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--max_steps", "1") == 0
+    assert state(tmp_path / "run") == ("paused", 0, 1)
 
 
 def test_a_bad_file_is_put_down_and_the_run_goes_on(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
@@ -321,6 +363,46 @@ def test_slices_that_fail_end_the_run_with_advice(
     assert "4 steps in a row failed" in error
     assert state(run_dir) == ("failed", 1, 1)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000001.pt"]
+
+
+def test_a_run_whose_every_step_failed_has_failed(
+    whole_run: Path, tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It starts from an encoder of zeros and is shorter than loss.max_failed_steps."""
+    content = checkpoint(whole_run, 9)
+    for name, value in content["model"].items():
+        if name.startswith("encoder."):
+            value.zero_()
+    start = save_checkpoint(tmp_path / "zeros", {k: content[k] for k in ("step", "model")}, keep_last=1)
+    assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--init_from", str(start)) == 1
+    assert "all 9 steps of the run failed" in capsys.readouterr().err
+    assert state(tmp_path / "run") == ("failed", 1, 0)
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
+    assert metrics(tmp_path / "run")[-1]["loss"] is None
+
+
+def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
+    tiny_set: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second update, which a loss and gradients that are finite do not rule out."""
+
+    def overflow(optimizer: torch.optim.Optimizer, rate: float, failed: torch.Tensor) -> None:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].fill_(float("inf"))
+
+    run_dir = tmp_path / "run"
+    assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "1") == 0
+    monkeypatch.setattr("trainer.step.update", overflow)
+    assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "2", "--checkpoint.keep_last", "1") == 1
+    error = capsys.readouterr().err
+    assert "nothing was saved at step 2: checkpoint.model.encoder.conv1.0.weight is not finite" in error
+    assert "Traceback" not in error
+    assert state(run_dir) == ("failed", 1, 1)
+    assert [step for step, _ in list_checkpoints(run_dir / "checkpoints")] == [1]
 
 
 @pytest.mark.parametrize(

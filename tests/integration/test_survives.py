@@ -139,6 +139,12 @@ def test_a_rank_that_is_killed_ends_the_job(two_ranks: Callable[..., list[Starte
     assert state(tmp_path / "run") == ("failed", 1, 2)
 
 
+def test_rank_0_that_is_killed_leaves_a_state_that_says_so(command: Callable[..., Words], tmp_path: Path) -> None:
+    processes = start(command(), tmp_path, Faults(on_rank=0, kill_at_step=3), ranks=2)
+    assert finish(processes) == [-signal.SIGKILL, 1]
+    assert state(tmp_path / "run") == ("failed", 1, 2)
+
+
 def test_a_rank_that_is_frozen_ends_the_job_within_the_time_out(two_ranks: Callable[..., list[Started]]) -> None:
     first, second = two_ranks("--timeout_minutes", "0.2", freeze_at_step=3)
     assert first.wait(60) == 1
@@ -244,8 +250,8 @@ def test_one_rank_whose_numbers_fail_is_named_and_no_rank_updates(
     assert "3 steps in a row failed (loss.max_failed_steps 2), the last 5: rank 1: a slice of view 1" in first.output()
     assert "Try a smaller optimizer.learning_rate" in first.output()
     assert "Traceback" not in first.output() + second.output()
-    assert state(tmp_path / "run") == ("failed", 1, 6)
-    assert all(value.isfinite().all() for value in checkpoint(tmp_path / "run", 6)["model"].values())
+    assert state(tmp_path / "run") == ("failed", 1, 4)  # a fault that ends the run is known before step 6 is saved
+    assert all(value.isfinite().all() for value in checkpoint(tmp_path / "run", 4)["model"].values())
 
 
 # --- disks ---

@@ -181,7 +181,7 @@ def test_broken_newest_is_passed_over_and_named(damage: str, tmp_path: Path, cap
 
 def test_all_broken_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     save(tmp_path, 1).write_bytes(b"")
-    with pytest.raises(InputError, match="move them away"):
+    with pytest.raises(InputError, match="Move them away"):
         load_newest(tmp_path)
     assert load_newest(tmp_path / "nothing") is None
 

@@ -1,11 +1,12 @@
 """Files appear whole or not at all."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from trainer.files import atomic_write, write_text
+from trainer.files import atomic_write, describe_os_error, write_text
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -40,3 +41,20 @@ def test_it_is_not_there_before_it_is_complete(tmp_path: Path) -> None:
         file.flush()
         assert not (tmp_path / "b").exists()
     assert (tmp_path / "b").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO])
+def test_an_error_of_a_file_names_it_and_says_what_to_do(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"a\.txt") as caught:
+        write_text(tmp_path / "a.txt", "text")
+    said = describe_os_error(caught.value, needed=3 << 20)
+    assert str(tmp_path / "a.txt") in said
+    assert os.strerror(number) in said
+    assert ("3.0 MiB are needed" in said) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert said.endswith(os.strerror(number)) == (number == errno.EIO)  # nothing can be done about that

@@ -1,4 +1,4 @@
-"""What the loop counts and times. (The loop itself: tests/integration/test_run.py.)"""
+"""When the loop saves. (The loop itself: tests/integration/test_run.py.)"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.test_setup import run_of
-from trainer.loop import _Clock, _SaveTimes
+from trainer.loop import _SaveTimes
 
 
 class Time:
@@ -23,21 +23,8 @@ class Time:
 def hand(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The loop's own clock: others in the process keep theirs."""
     clock = Time()
-    monkeypatch.setattr("trainer.loop.time", SimpleNamespace(perf_counter=clock, monotonic=clock))
+    monkeypatch.setattr("trainer.loop.time", SimpleNamespace(monotonic=clock))
     return clock
-
-
-def test_rate_and_wait_are_those_since_the_last_line(tiny_set: Path, tiny_config: Path, hand: Time) -> None:
-    run = run_of(tiny_set, tiny_config)  # 16 images a step, 2 views, 3 steps an epoch
-    hand.now = 100.0
-    clock = _Clock(run, first_step=5)
-    for first, seconds, wait, expected in ((5, 4.0, 1.0, (32.0, 0.5)), (9, 2.0, 0.25, (64.0, 0.25))):
-        hand.now += seconds
-        clock.waited(wait)
-        clock.waited(wait)
-        line = clock.line(first + 4, 0.1, 0)
-        assert (line.views_per_s, line.data_wait) == expected
-        assert line.epoch == pytest.approx((first + 4) / 3)
 
 
 def test_saves_by_minutes_are_asked_for_once(tiny_set: Path, tiny_config: Path, hand: Time) -> None:

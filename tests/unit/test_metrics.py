@@ -1,14 +1,31 @@
 """What a run says of itself."""
 
+import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from tests.conftest import ROOT
+from trainer.board import Board, draw_evaluation
 from trainer.cluster.ranks import Ranks
-from trainer.metrics import Late, LossSums, MetricsWriter, Progressed, effective_rank
+from trainer.config import Config
+from trainer.metrics import (
+    AGREED,
+    Clock,
+    Late,
+    LossSums,
+    MetricsWriter,
+    count_bad_images,
+    describe_line,
+    effective_rank,
+)
 from trainer.step import StepResult
 
 CPU = torch.device("cpu")
@@ -19,8 +36,16 @@ def result(loss: float, *, failed: bool = False, pivot: float = 0.5) -> StepResu
     return StepResult(torch.tensor(loss), torch.randn(8, 3), torch.tensor(pivot), agreed[0] > 0, agreed)
 
 
-def line(step: int) -> Progressed:
-    return Progressed(step, step / 10, 0.1, 50.0, 100.0, 0.05, bad_images=1)
+def line(step: int, loss: float = 1.0, **more: float) -> dict[str, Any]:
+    """A record as `Late.take` hands it out."""
+    known = Clock(16, 2, 10, step - 1, 40).line(step)
+    rest = {"lr": 0.1, "memory_gib": 1.0, "memory_limit_gib": 8.0, "bad_images": 1}
+    metrics = {"loss": loss, "effective_rank": 3.0, "min_pivot": 0.5, "failed_steps": 0.0}
+    return {"step": step, **dict.fromkeys(AGREED, 0.0), **known, **rest, **metrics, **more}
+
+
+def lines_in(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_effective_rank_is_k_for_white_and_1_on_a_line() -> None:
@@ -35,11 +60,11 @@ def test_failed_steps_do_not_count_in_the_mean() -> None:
     sums = LossSums(CPU)
     for step in (result(1.0), result(float("nan"), failed=True, pivot=0.0), result(3.0, pivot=0.2)):
         sums.add(step)
-    loss, failed, pivot, _ = sums.take(torch.randn(8, 3), Ranks()).tolist()
-    assert (loss, failed) == (2.0, 1.0)
-    assert pivot == 0.0
+    taken = sums.take(torch.randn(8, 3), Ranks())
+    assert (taken["loss"], taken["failed_steps"], taken["min_pivot"]) == (2.0, 1.0, 0.0)
     sums.add(result(5.0))
-    assert sums.take(torch.randn(8, 3), Ranks())[:3].tolist() == [5.0, 0.0, 0.5]
+    taken = sums.take(torch.randn(8, 3), Ranks())
+    assert (taken["loss"], taken["failed_steps"], taken["min_pivot"]) == (5.0, 0.0, 0.5)
 
 
 def test_sums_go_through_a_checkpoint() -> None:
@@ -47,44 +72,107 @@ def test_sums_go_through_a_checkpoint() -> None:
     sums.add(result(1.0, pivot=0.1))
     other.load(sums.state(Ranks()))
     other.add(result(2.0))
-    loss, _, pivot, _ = other.take(torch.randn(8, 3), Ranks()).tolist()
-    assert loss == 1.5
-    assert pivot == pytest.approx(0.1)
+    taken = other.take(torch.randn(8, 3), Ranks())
+    assert taken["loss"] == 1.5
+    assert taken["min_pivot"].item() == pytest.approx(0.1)
 
 
-def test_late_hands_out_in_order_and_only_what_is_due() -> None:
+def agreed(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_late_counts_steps_whether_or_not_they_are_logged() -> None:
     late = Late(2)
-    for i in range(3):
-        late.put(i, torch.tensor([float(i)]))
-    assert late.take() == [(0, [0.0])]
-    assert late.take() == []
-    assert late.take(everything=True) == [(1, [1.0]), (2, [2.0])]
+    late.put(10, agreed(0, 0, 1), {"lr": 0.1}, {"loss": torch.tensor(1.5)})
+    late.put(11, agreed(7, 0, 0), {}, {})
+    assert late.take(11) == []
+    assert late.take(12) == [{"step": 10, "lr": 0.1, "fault": 0, "stop": 0, "save": 1, "loss": 1.5}]
+    assert late.take(12) == []
+    assert late.take() == [{"step": 11, "fault": 7, "stop": 0, "save": 0}]
 
 
 def test_values_are_those_at_the_time() -> None:
-    late, values = Late(0), torch.tensor([1.0])
-    late.put("then", values)
-    values.fill_(2.0)
-    assert late.take() == [("then", [1.0])]
+    late, values = Late(0), agreed(1, 0, 0)
+    late.put(1, values, {}, {})
+    values.fill_(2)
+    assert late.take(1)[0]["fault"] == 1
+
+
+class Hand:
+    """A clock that the test turns."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_rates_and_times_are_those_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 images a step, 2 views, 3 steps an epoch; a line is stamped when it is measured."""
+    hand = Hand()
+    monkeypatch.setattr("trainer.metrics.time", SimpleNamespace(perf_counter=hand, time=hand))
+    clock = Clock(16, 2, 3, first_step=5, end_step=20)
+    for step, seconds, wait, (views_per_s, data_wait) in ((9, 4.0, 1.0, (32.0, 0.5)), (13, 2.0, 0.25, (64.0, 0.25))):
+        hand.now += seconds
+        clock.waited(wait)
+        clock.waited(wait)
+        known = clock.line(step)
+        assert (known["views_per_s"], known["images_per_s"], known["data_wait"]) == (
+            views_per_s,
+            views_per_s / 2,
+            data_wait,
+        )
+        assert known["seconds_per_step"] == seconds / 4
+        assert known["time"] == hand.now
+        assert known["epoch"] == pytest.approx(step / 3, abs=1e-4)
+        assert known["eta_seconds"] > 0
+    assert 0.5 * 7 < known["eta_seconds"] < 1.0 * 7  # between the last two rates
+    hand.now += 1
+    assert clock.line(20)["eta_seconds"] == 0
+
+
+def test_the_log_line_of_a_long_run() -> None:
+    values = line(3900, 0.8123, epoch=12.5, lr=5.93, images_per_s=1690.4, views_per_s=6761.6, seconds_per_step=0.6059,
+                  data_wait=0.02, memory_gib=42.1, memory_limit_gib=79.6, effective_rank=61.2, min_pivot=0.0123,
+                  eta_seconds=16690.2, bad_images=0)  # fmt: skip
+    assert describe_line(values, 31200, 100) == (
+        "epoch 12/100  step 3900/31200  loss 0.812  lr 5.93  1690 img/s  6762 views/s  0.606 s/step  data 2%  "
+        "mem 42.1/80 GiB  eff. rank 61.2  min pivot 1.2e-02  ETA 4:38:10"
+    )
+    text = describe_line(values | {"loss": None, "failed_steps": 20, "bad_images": 3}, 31200, 100)
+    assert "loss" not in text
+    assert "failed steps 20  bad images 3" in text
+
+
+def test_bad_images_of_all_ranks_are_counted_once(tmp_path: Path) -> None:
+    quarantine = tmp_path / "quarantine.jsonl"
+    assert count_bad_images(quarantine, 2) == 2  # the file could not be written
+    with quarantine.open("a") as file:
+        for rank, image in ((0, 3), (1, 3), (1, 9), (0, 12)):
+            entry = {"step": 5, "id": image, "image": f"{image}.jpg", "problem": "torn", "rank": rank}
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            count = count_bad_images(quarantine, 2)
+    assert count == 3
 
 
 def test_a_line_is_there_at_once(tmp_path: Path) -> None:
     """A run that is killed has left all of its lines."""
-    writer = MetricsWriter(tmp_path, 0, 10, tensorboard=False)
-    writer.write(line(1), [1.0, 0, 0.5, 3.0])
+    writer = MetricsWriter(tmp_path, 0, 10, 4)
+    writer.write(line(1))
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
     writer.close()
 
 
 def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 10, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0, 10, 4)
     for step in (2, 4, 6):
-        writer.write(line(step), [1.0, 0, 0.5, 3.0])
+        writer.write(line(step))
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
-    writer = MetricsWriter(tmp_path, 4, 10, tensorboard=False)
-    writer.write(line(6), [float("nan"), 2, 0.0, float("nan")])
+    writer = MetricsWriter(tmp_path, 4, 10, 4)
+    writer.write(line(6, float("nan"), failed_steps=2.0, min_pivot=0.0, effective_rank=float("nan")))
     writer.close()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -97,17 +185,17 @@ def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> No
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first in range(0, 20, 2):
-        writer = MetricsWriter(tmp_path, first, 30, tensorboard=True)
+        writer = MetricsWriter(tmp_path, first, 30, 4, Board(tmp_path, first, Config()))
         for step in range(first + 1, first + 5):
-            writer.write(line(step), [float(step), 0, 0.5, 3.0])
+            writer.write(line(step, float(step)))
         writer.close()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(step, float(step)) for step in range(1, 23)]
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(step, float(step)) for step in range(1, 23)]
 
 
 def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It takes half of the first line, nothing of the second, and is empty again for the third."""
-    writer = MetricsWriter(tmp_path, 0, 10, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0, 10, 4)
     file, room = writer._file, [20, 0, 0, 10_000]
 
     def write(data: bytes) -> int:
@@ -118,16 +206,50 @@ def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
     writer._file = SimpleNamespace(write=write, close=file.close)
     for step in (1, 2, 3):
-        writer.write(line(step), [1.0, 0, 0.5, 3.0])
+        writer.write(line(step))
     writer.close()
     assert [json.loads(text)["step"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert [r.getMessage() for r in caplog.records if "No space" in r.getMessage()] != []
     assert len([r for r in caplog.records if "No space" in r.getMessage()]) == 1
 
 
+def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = Config()
+    views = torch.arange(4 * 3 * 3 * 8 * 8).remainder(256).to(torch.uint8).view(12, 3, 8, 8)  # 4 views of 3 images
+    writer = MetricsWriter(tmp_path, 0, 30, 4, Board(tmp_path, 0, config))
+    for step in (1, 2):
+        writer.made(step, views)
+        writer.write(line(step, float("nan")))
+    writer.close()
+    draw_evaluation(tmp_path, 2, {"knn_top1": 61.5})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = board.Tags()
+    assert {tag.partition("/")[0] for tag in tags["scalars"]} == {"train", "speed", "health"}
+    assert "train/loss" not in tags["scalars"]  # there was none
+    assert [e.value for e in board.Scalars("health/bad_images")] == [1, 1]
+    (text,) = board.Tensors("settings/text_summary")
+    assert b"| optimizer.learning_rate | 0.1 |" in text.tensor_proto.string_val[0]
+    (image,) = board.Images("views")
+    assert (image.height, image.width) == (3 * 8, 4 * 8)
+    drawn = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
+    assert (drawn[8:16, 16:24] == views[2 * 3 + 1].permute(1, 2, 0).numpy()).all()  # view 2 of image 1
+    evaluation = EventAccumulator(str(tmp_path / "tensorboard" / "eval")).Reload()
+    assert [(e.step, e.value) for e in evaluation.Scalars("eval/knn_top1")] == [(2, 61.5)]
+
+
+def test_every_field_is_documented(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 0, 10, 4)
+    writer.write(line(1))
+    writer.close()
+    table = (ROOT / "docs" / "metrics.md").read_text().partition("| field |")[2].partition("##")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(lines_in(tmp_path)[0])
+
+
 @pytest.mark.parametrize("odd", ["7", "{}", '{"step": "3"}', "[" * 100_000, "\udcff"])
 def test_a_line_that_is_no_record_is_dropped(odd: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + odd.encode("utf-8", "surrogateescape") + b"\n")
-    MetricsWriter(tmp_path, 4, 10, tensorboard=False).close()
+    MetricsWriter(tmp_path, 4, 10, 4).close()
     assert path.read_text() == '{"step": 1}\n'

@@ -236,3 +236,19 @@ def test_a_rank_that_does_not_come_is_named(free_port: int, environment: pytest.
     with pytest.raises(dist.DistError, match="rank 2 did not come within 2 s"):
         first.result()
     assert second.exception() is not None
+
+
+def test_all_ranks_together_are_waited_for_no_longer_than_the_time_out(free_port: int) -> None:
+    """Rank 1 comes when most of the time has gone by, rank 2 never: rank 0 does not begin to wait anew."""
+
+    def join(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            time.sleep(1.5)
+        compare_ranks(meet(ranks, LONG), ranks, {}, SHORT, lambda: None)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = [pool.submit(join, Ranks(rank, 3)) for rank in (0, 1)]
+        with pytest.raises(dist.DistStoreError, match="rank 2 did not come"):
+            first.result()
+        assert time.monotonic() - began < 3.0

@@ -1,6 +1,8 @@
 """The folder of a run: its lock, its log, its state."""
 
 import logging
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 from trainer import run_folder
 from trainer.errors import InputError
-from trainer.run_folder import lock_run_folder, start_logging
+from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
 
 
 @pytest.fixture
@@ -64,3 +66,51 @@ def test_the_log_is_bounded(log: logging.Logger, tmp_path: Path) -> None:
     assert sizes.keys() == {"log.txt", "log.txt.1"}
     assert max(sizes.values()) <= 1000
     assert (tmp_path / "log.txt").read_text().endswith("line 99\n")
+
+
+FILES = (
+    ".lock",
+    "log.txt",
+    "metrics.jsonl",
+    "config.yaml",
+    "state.json",
+    "quarantine.jsonl",
+    "images.index",
+    "launch.json",
+)
+FOLDERS = ("checkpoints", "tensorboard", "eval")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "named pipe", "other"])
+@pytest.mark.parametrize("name", FILES + FOLDERS)
+def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    """Through a link the file of another would be emptied; a named pipe would be waited for."""
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    run_dir.mkdir()
+    if kind == "link":
+        other.mkdir() if name in FOLDERS else other.write_text("precious")
+    if "link" in kind:
+        (run_dir / name).symlink_to(other)
+    elif kind == "named pipe":
+        os.mkfifo(run_dir / name)
+    elif name in FOLDERS:
+        (run_dir / name).touch()
+    else:
+        (run_dir / name).mkdir()
+    found = {"link": "a link", "dangling link": "a link", "named pipe": "a named pipe"}.get(
+        kind, "a file" if name in FOLDERS else "a folder"
+    )
+    with pytest.raises(InputError, match=rf"can't use the run folder .*: {re.escape(name)} is {found}, not a f"):
+        open_run_folder(str(run_dir))
+    assert [path.name for path in run_dir.iterdir()] == [name]
+    assert not other.is_file() or other.read_text() == "precious"
+
+
+def test_all_that_is_wrong_is_said_at_once_and_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
+    assert open_run_folder(str(tmp_path / "run")) == tmp_path / "run"
+    for name in ("log.txt", "state.json"):
+        (tmp_path / "elsewhere" / name).symlink_to(tmp_path / "x")
+    with pytest.raises(InputError, match=r"log\.txt is a link.*; state\.json is a link"):
+        open_run_folder(str(tmp_path / "run"))

@@ -13,7 +13,8 @@ import pytest
 from trainer import run_state
 from trainer.cluster.ranks import Ranks
 from trainer.errors import TrainingFailedError
-from trainer.run_state import RunState, mark_run, stop_file, wait_for_end
+from trainer.run_folder import lock_run_folder
+from trainer.run_state import RunState, mark_run, note_lost_rank_0, stop_file, wait_for_end
 from trainer.signals import STOP, StopRequest
 
 REQUEUED = Ranks(job_id="123", restarts=1)
@@ -76,6 +77,26 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     state.ended("failed", 1)
     state.failed(RuntimeError("boom"))
     assert not (tmp_path / "state.json").exists()
+
+
+def test_a_survivor_writes_what_rank_0_could_not(tmp_path: Path) -> None:
+    started(tmp_path, Ranks(0, 2), checkpoint=8).write(status="running", step=11)
+    before = state_of(tmp_path)
+    with lock_run_folder(tmp_path):  # rank 0 lives, and will say it itself
+        note_lost_rank_0(tmp_path, RuntimeError("Connection reset"))
+        assert state_of(tmp_path) == before
+    note_lost_rank_0(tmp_path, RuntimeError("Connection reset\nby peer"))
+    found = state_of(tmp_path)
+    assert (found["status"], found["exit_code"], found["step"]) == ("failed", 1, 8)
+    assert found["message"] == "rank 0 was lost: Connection reset"
+    assert found["starts"] == before["starts"]
+
+
+def test_a_survivor_keeps_the_last_word_of_rank_0(tmp_path: Path) -> None:
+    started(tmp_path, Ranks(0, 2)).ended("preempted", 75)
+    before = state_of(tmp_path)
+    note_lost_rank_0(tmp_path, RuntimeError("Connection reset"))
+    assert state_of(tmp_path) == before
 
 
 def test_an_error_before_the_folder_was_taken_leaves_the_state_of_the_run_that_holds_it(tmp_path: Path) -> None:

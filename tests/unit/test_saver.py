@@ -127,7 +127,9 @@ def test_a_full_disk_is_told_once_and_the_next_save_may_work(
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     for text, step, row in zip(errors, (2, 3), (1, 2), strict=True):
-        assert f"step {step} was NOT saved to {checkpoint_path(tmp_path, step)}: File too large" in text
+        assert (
+            f"step {step} was NOT saved: can't write {checkpoint_path(tmp_path, step)}: File too large (3.8 MiB" in text
+        )
         assert f"{row} save(s) in a row failed; a restart goes on from step_00000001.pt" in text
     assert saver.failed_in_a_row == 2
     error = saver.failure()

@@ -3,6 +3,7 @@
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,10 +33,11 @@ def build(
     accumulation_steps: int = 1,
     device: torch.device = CPU,
     stages: int = 4,
+    **model_options: Any,
 ) -> TrainStep:
     """stages: how many of the encoder's there are."""
     torch.manual_seed(0)
-    model = Model(MODEL, ViewsConfig(num_views=VIEWS)).to(device)
+    model = Model(replace(MODEL, **model_options), ViewsConfig(num_views=VIEWS)).to(device)
     if stages == 1:
         model.encoder.layer2 = model.encoder.layer3 = model.encoder.layer4 = nn.Identity()
         model.projector = Projector(MODEL, model.encoder.layer1[-1].bn2.num_features)
@@ -237,9 +239,35 @@ def test_no_value_is_read_from_the_device(
     for _ in range(2):
         result = step(pixels(1).to(nowhere), IDENTITY.to(nowhere), 0.1, stop=True)
         sums.add(result)
-    assert sums.take(result.embeddings, Ranks()).device == nowhere
+    assert {value.device for value in sums.take(result.embeddings, Ranks()).values()} == {nowhere}
     with pytest.raises(RuntimeError):
         result.loss.item()
+
+
+@pytest.mark.parametrize("batch_norm", ["joint", "per_view"])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_activation_checkpointing_changes_no_statistics(accumulation_steps: int, batch_norm: str) -> None:
+    """Backward runs the encoder's forward again; the running statistics, and with them the evaluation, stay the same."""
+    plain, checkpointed = (
+        build(
+            accumulation_steps=accumulation_steps,
+            activation_checkpointing=checkpointing,
+            encoder_batch_norm=batch_norm,
+            projector_batch_norm=batch_norm,
+        )
+        for checkpointing in (False, True)
+    )
+    for seed in range(3):
+        losses = [step(pixels(seed), IDENTITY, 0.1).loss for step in (plain, checkpointed)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+    ours, theirs = checkpointed.model.state_dict(), plain.model.state_dict()
+    tracked = [name for name in theirs if "running" in name or "num_batches" in name]
+    assert tracked
+    for name in tracked:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+    with torch.no_grad():
+        embeddings = [step.model.eval()(pixels(9)) for step in (plain, checkpointed)]
+    torch.testing.assert_close(*embeddings, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")

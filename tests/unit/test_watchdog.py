@@ -2,10 +2,14 @@
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.conftest import ROOT
 from trainer.watchdog import Watchdog
 
 pytestmark = pytest.mark.filterwarnings(
@@ -91,3 +95,31 @@ def test_a_stall_is_told_and_taken_back(ends: list[int]) -> None:
         time.sleep(0.06)
     assert "the run makes step 3" in told[0]
     assert told[-1] == ""
+
+
+WAITS = """
+import sys, time
+from trainer.watchdog import Watchdog
+with Watchdog(0.2, 0.8, lambda: "", lambda: None) as watchdog:
+    for what in ("waits", "continues"):
+        watchdog.doing(what, for_files=True)
+        print(what, flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    """SIGSTOP for twice the time-out while it waits for files, then SIGCONT; then a wait that is too long."""
+    words = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin
+        assert child.stdout
+        assert child.stdout.readline() == "waits\n"
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(1.6)
+        child.send_signal(signal.SIGCONT)
+        time.sleep(0.15)  # in which the watchdog looks
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "continues\n"
+        assert child.wait(10) == 1

@@ -19,7 +19,7 @@ from trainer.data.index import open_images
 from trainer.errors import InputError
 from trainer.geometry import batch_norm_images, micro_batches, rows_together, usable_ranks
 from trainer.run_folder import check_run_dir_is_set
-from trainer.run_plan import plan_lines
+from trainer.run_plan import plan_lines, plan_warnings
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
             )
         lines.append(f"on {most} node(s):")
         lines += plan_lines(config, num_images, used[most])
+    lines += [f"warning: {line}" for line in plan_warnings(config, num_images)]
     print("\n".join(f"  {line}" for line in lines))
 
 

@@ -207,6 +207,7 @@ def compare_ranks(
     facts: plain values by name, such as settings and the commit. Every rank writes its own; rank 0 compares, calls `first`,
     and writes what became of it. If ranks differ, or `first` raises InputError or TrainingFailedError, all ranks raise it.
     """
+    end = time.monotonic() + timeout.total_seconds()
     own = json.dumps({"host": socket.gethostname(), "world_size": ranks.world_size, **facts}, default=str)
     if store.add(f"arrived/{ranks.rank}", 1) > 1:
         raise InputError(
@@ -215,13 +216,13 @@ def compare_ranks(
         )
     store.set(f"rank/{ranks.rank}", own)
     if not ranks.is_first:
-        verdict = json.loads(_wait(store, _VERDICT_KEY, timeout, "rank 0"))
+        verdict = json.loads(_wait(store, _VERDICT_KEY, end, "rank 0"))
         if verdict["code"]:
             store.add(_READERS_KEY, 1)
             raise (InputError if verdict["code"] == BAD_INPUT else TrainingFailedError)(verdict["message"])
         return
     try:
-        _check_same([json.loads(_wait(store, f"rank/{r}", timeout, f"rank {r}")) for r in range(ranks.world_size)])
+        _check_same([json.loads(_wait(store, f"rank/{r}", end, f"rank {r}")) for r in range(ranks.world_size)])
         first()
     except (InputError, TrainingFailedError) as error:
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
@@ -231,16 +232,16 @@ def compare_ranks(
     store.set(_VERDICT_KEY, json.dumps({"code": 0}))
 
 
-def _wait(store: dist.Store, key: str, timeout: timedelta, whom: str) -> bytes:
-    """The value of a key that another rank writes. Raises DistError, naming the rank, if it does not come."""
-    end = time.monotonic() + timeout.total_seconds()
+def _wait(store: dist.Store, key: str, end: float, whom: str) -> bytes:
+    """The value of a key that another rank writes. Raises DistError, naming the rank, if it does not come by `end`."""
+    began = time.monotonic()
     while (left := end - time.monotonic()) > 0:
         try:
             store.wait([key], timedelta(seconds=min(left, _SAY_SECONDS)))
             return store.get(key)
         except dist.DistStoreError:  # a time-out; a broken connection is another error
             _log.warning("still waiting for %s", whom)
-    raise dist.DistStoreError(f"{whom} did not come within {timeout.total_seconds():.0f} s")
+    raise dist.DistStoreError(f"{whom} did not come within {time.monotonic() - began:.0f} s")
 
 
 def _wait_until_read(store: dist.Store, ranks: Ranks) -> None:

@@ -1,0 +1,103 @@
+"""The terminal of a run: its bar, and what its loss costs."""
+
+import errno
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.integration.run_files import metrics, state
+from trainer.cli import main
+from trainer.terminal import Bar, lasting_stderr
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_bar_moves_each_step_and_fits_the_terminal(width: int) -> None:
+    out = io.StringIO()
+    bar = Bar(31190, 31200, Console(file=out, width=width, force_terminal=True))
+    for step in range(31191, 31196):
+        bar.move(step, "loss 0.812  1690 img/s" if step == 31193 else None)
+        bar._progress.refresh()
+    bar.close()
+    drawn = [CONTROL.sub("", line) for line in re.split(r"[\r\n]", out.getvalue())]
+    drawn = [line for line in drawn if line]
+    assert max(map(len, drawn)) <= width
+    for step in range(31191, 31196):
+        assert any(f"{step}/31200" in line for line in drawn)
+    assert ("loss 0.812" in drawn[-1]) == (width == 80)
+
+
+class Terminal(io.StringIO):
+    """A terminal that is closed after so many writes: whatever is written then fails as the kernel lets it fail."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__()
+        self.left = writes
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("writes", [0, 8, 10**9], ids=["gone from the start", "closed on the way", "stays"])
+def test_a_run_outlives_its_terminal_and_log_txt_is_complete(
+    writes: int, tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(writes)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    words = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "4"]
+    assert main(["pretrain", "--config", str(tiny_config), *words]) == 0
+    assert sys.stderr is terminal
+    assert state(tmp_path / "run") == ("paused", 0, 4)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    for step in range(1, 5):
+        assert len(re.findall(rf"epoch \d/3  step {step}/4  loss .* ETA 0:00:", log)) == 1
+    assert len(metrics(tmp_path / "run")) == 4
+    assert log.count("can't write to the terminal (Input/output error)") == (0 if writes == 10**9 else 1)
+    if writes == 10**9:  # the lines are above the bar, folded at the terminal's width
+        assert "step 4/4" in CONTROL.sub("", terminal.getvalue())
+
+
+def test_a_process_without_stderr_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with lasting_stderr():
+        print("dropped", file=sys.stderr)
+        assert not sys.stderr.isatty()
+        Bar(0, 10).move(1)
+    assert sys.stderr is None
+
+
+def test_lines_are_written_two_steps_late_and_stamped_when_measured(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line every fourth step: that of step 4 is there when step 6 has been made."""
+    from trainer.metrics import MetricsWriter
+
+    run_dir, there = tmp_path / "run", {}
+    made = MetricsWriter.made
+
+    def note(self: MetricsWriter, step: int, *views: object) -> None:
+        made(self, step, *views)
+        there[step] = (time.time(), [line["step"] for line in metrics(run_dir)])
+
+    monkeypatch.setattr(MetricsWriter, "made", note)
+    words = ["--data.root", str(tiny_set), "--run_dir", str(run_dir), "--log.every_steps", "4"]
+    assert main(["pretrain", "--config", str(tiny_config), *words]) == 0
+    assert [there[step][1] for step in (4, 6, 7)] == [[], [], [4]]  # asked before the lines of a step's end are written
+    assert json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])["time"] <= there[4][0] + 0.001
