@@ -6,11 +6,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
-
-from torch.utils.tensorboard import SummaryWriter
 
 from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.jobs import find_job
@@ -18,7 +15,7 @@ from trainer.cluster.ranks import find_ranks
 from trainer.cluster.runs import FINAL, number, read_json, read_run
 from trainer.errors import InputError
 from trainer.evaluate.evaluator import Evaluator, load_encoder_content
-from trainer.evaluate.report import FIGURES, print_table
+from trainer.evaluate.report import print_table
 from trainer.evaluate.results import Source
 from trainer.run_folder import lock_run_folder, start_logging
 
@@ -43,8 +40,8 @@ def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], 
         return
     evaluator.results.check(must_keep=True)  # what has a result is not measured again
     # two evaluators would delete each other's temporary files
-    with lock_run_folder(run_dir / "eval"), _open_board(run_dir, evaluator) as board:
-        follower = _Follower(run_dir, evaluator, measures, board)
+    with lock_run_folder(run_dir / "eval"):
+        follower = _Follower(run_dir, evaluator, measures)
         while True:
             why_over = watch.why_over()  # first: what a run saved before it said so is in the list below
             follower.measure_all()
@@ -71,20 +68,11 @@ def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, w
     return evaluator
 
 
-def _open_board(run_dir: Path, evaluator: Evaluator) -> AbstractContextManager[SummaryWriter | None]:
-    if not evaluator.config.log.tensorboard:
-        return nullcontext()
-    return closing(SummaryWriter(str(run_dir / "tensorboard" / "eval")))
-
-
 class _Follower:
     """Measures what has no result yet."""
 
-    def __init__(
-        self, run_dir: Path, evaluator: Evaluator, measures: Sequence[str], board: SummaryWriter | None
-    ) -> None:
+    def __init__(self, run_dir: Path, evaluator: Evaluator, measures: Sequence[str]) -> None:
         self._checkpoints, self._evaluator, self._measures = run_dir / "checkpoints", evaluator, measures
-        self._board = board
         self._tries: Counter[tuple[Path, float]] = Counter()  # by version: a resumed run may write a step again
 
     def due(self) -> list[tuple[int, Path, list[str]]]:
@@ -117,7 +105,6 @@ class _Follower:
         source = Source(str(step), path, content["sha256"])
         results = {}
         for measure, result in self._evaluator.measure(encode, source, missing):
-            self._draw(step, measure, result)  # ahead of the file, which says that nothing is left to do
             results[measure] = result
             try:
                 self._evaluator.results.write(source, {measure: result})
@@ -125,13 +112,6 @@ class _Follower:
                 self._tries[path, _written(path)] += 1
                 _log.error("step %d: the result could not be kept: %s; it will be measured again", step, error)
         print_table(source.name, results)
-
-    def _draw(self, step: int, measure: str, result: dict[str, Any]) -> None:
-        if self._board:
-            for figure in FIGURES:
-                if figure in result:
-                    self._board.add_scalar(f"eval/{measure}_{figure}", result[figure], step)
-            self._board.flush()
 
     def failures(self) -> str:
         """The checkpoints that could never be read, in words."""

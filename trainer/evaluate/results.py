@@ -15,11 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.board import draw_evaluation
 from trainer.checkpoint_files import checkpoint_path
 from trainer.cluster.runs import read_json
 from trainer.config import Config
 from trainer.config_changes import plain_settings
 from trainer.errors import InputError
+from trainer.evaluate.report import FIGURES
 from trainer.files import write_text
 
 _log = logging.getLogger(__name__)
@@ -128,8 +130,16 @@ class Results:
             for rest in path.parent.glob(f".{path.name}.*"):  # of an evaluator that a signal ended while it wrote
                 rest.unlink(missing_ok=True)
             _set_aside_other(path, result)
+            self._draw(measure, source, result)  # ahead of the file, which says that nothing is left to do
             write_text(path, json.dumps(result, indent=1) + "\n")
             _log.info("written to %s", path)
+
+    def _draw(self, measure: str, source: Source, result: dict[str, Any]) -> None:
+        """Show the result of the run's own checkpoint and settings in TensorBoard, beside the curves of the training."""
+        is_own = source.path and self.path(measure, source).name == f"{measure}_{source.name}.json"
+        if self._config.log.tensorboard and is_own:
+            figures = {f"{measure}_{figure}": result[figure] for figure in FIGURES if figure in result}
+            draw_evaluation(self._run_dir, int(source.name), figures)
 
 
 def _set_aside_other(path: Path, result: dict[str, Any]) -> None:
