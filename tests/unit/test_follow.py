@@ -18,8 +18,9 @@ from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import checkpoint_path
 from trainer.cli import main
 from trainer.cluster.jobs import Job
+from trainer.config import DataConfig
 from trainer.config_load import load_config
-from trainer.data.index import open_index
+from trainer.data.index import open_images
 from trainer.errors import InputError
 from trainer.evaluate import evaluator, features, follow
 from trainer.evaluate import results as results_module
@@ -79,11 +80,11 @@ def test_every_checkpoint_is_measured_once_and_oldest_first(run_dir: Path, monke
     """The same figures as one by one; indices are opened once for all."""
     steps, splits = loaded_steps(monkeypatch), []
 
-    def opened(root: Path, split: str, **options: bool) -> object:
+    def opened(data: DataConfig, split: str, **options: bool) -> object:
         splits.append(split)
-        return open_index(root, split, **options)
+        return open_images(data, split, **options)
 
-    monkeypatch.setattr(features, "open_index", opened)
+    monkeypatch.setattr(features, "open_images", opened)
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == [1, 2, 3]
     assert splits == ["val", "train"]
