@@ -28,6 +28,7 @@ SHAPING = (
     "gradient_compression",
     "data.train_split",
     "data.images_per_step",
+    "data.max_image_pixels",
     "views.",
     "model.",
     "loss.",
