@@ -7,6 +7,7 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # small operations: more threads only wait for each other on a busy machine
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def write_images(folder: Path, count: int, seed: int, size: tuple[int, int] = (4
     for i in range(count):
         small = Image.fromarray(rng.integers(0, 255, (5, 5, 3), dtype=np.uint8))
         small.resize(size, Image.Resampling.BICUBIC).save(folder / f"{seed}_{i}.JPEG", quality=90)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_logging() -> Iterator[None]:
+    """A run inside the tests' process sets up logging; the next module's tests do not see that."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
