@@ -137,9 +137,9 @@ def pretrain(words: Words) -> int:
 
 
 def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> int:
-    from trainer.config_load import load_config
+    from trainer.config_load import load_settings
 
-    config, ranks = load_config(own.config, settings), _number_of_ranks(own)
+    (config, sources), ranks = load_settings(own.config, settings), _number_of_ranks(own)
     if own.dry_run:
         from trainer.describe import dry_run
 
@@ -153,7 +153,9 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
     from trainer.loop import pretrain as run
 
     try:
-        return int(record(run)(config, stop) or DONE)  # under torchrun the first traceback then ends the job's log
+        return int(
+            record(run)(config, stop, sources) or DONE
+        )  # under torchrun the first traceback then ends the job's log
     except TrainingFailedError as error:
         logging.getLogger(__name__).error("%s", error)
         return FAILED

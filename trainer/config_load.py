@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,8 @@ def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) 
         problems = check(config)
     if problems:
         raise InputError(f"{len(problems)} problem(s) with the settings:\n" + "\n".join(f"  - {p}" for p in problems))
-    return Settings(config, dict.fromkeys(KEYS, DEFAULT) | {word.key: word.source for word in words})
+    given = {word.key: word.source for word in words}  # in the order of the files
+    return Settings(config, given | {key: DEFAULT for key in KEYS if key not in given})
 
 
 def find_config(path: Path) -> Path:
@@ -89,7 +90,7 @@ def find_config(path: Path) -> Path:
     return recipe
 
 
-def save_config(config: Config, path: Path, sources: dict[str, str] | None = None) -> None:
+def save_config(config: Config, path: Path, sources: Mapping[str, str] | None = None) -> None:
     """The resolved settings as YAML that `load_config` reads; behind each value stands where it came from, if `sources` say."""
     lines = []
     for key, value in flatten(config).items():
@@ -104,6 +105,13 @@ def save_config(config: Config, path: Path, sources: dict[str, str] | None = Non
             f"{'  ' * bool(section)}{name}: {text.removesuffix(chr(10)).removesuffix(chr(10) + '...')}{source}"
         )
     write_text(path, "\n".join(lines) + "\n")
+
+
+def describe_sources(config: Config, sources: Mapping[str, str]) -> str:
+    """Which files the settings come from, in their order, and what the command line changed, in words."""
+    files = dict.fromkeys(source for source in sources.values() if source not in (COMMAND_LINE, DEFAULT))
+    changed = [f"{key}={value}" for key, value in flatten(config).items() if sources.get(key) == COMMAND_LINE]
+    return f"settings from {', then '.join(files) or 'no file'}; on the command line: {', '.join(changed) or 'none'}"
 
 
 def _file_words(path: Path, problems: list[str]) -> list[_Word]:

@@ -22,7 +22,9 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     """The mapping in a YAML file, each value as the text that stands there, or None. Raises InputError if there is no
     mapping, if a key stands in it twice, or for aliases and brackets in brackets without end."""
     try:
-        tree = _load(path.read_text(encoding="utf-8"), _TextLoader)
+        text = path.read_text(encoding="utf-8")
+        _refuse_endless(text)
+        tree = yaml.load(text, _TextLoader)  # noqa: S506 (a SafeLoader)
     except FileNotFoundError:
         raise InputError(f"no config file {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -36,7 +38,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 def read_value(text: str) -> Any:
     """A number, true or false, None, a list of them, or else text. Raises yaml.YAMLError."""
-    return _load(text, _CoreLoader)
+    _refuse_endless(text)
+    return yaml.load(text, _CoreLoader)  # noqa: S506 (a SafeLoader)
 
 
 class _TextLoader(yaml.SafeLoader):
@@ -75,13 +78,12 @@ for _tag, _pattern, _first in (
 _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_int)
 
 
-def _load(text: str, loader: type[yaml.SafeLoader]) -> Any:
-    """Raises yaml.YAMLError also for what would take no end: aliases of aliases, brackets in brackets."""
+def _refuse_endless(text: str) -> None:
+    """Raises yaml.YAMLError for what would take no end to read: aliases of aliases, brackets in brackets."""
     depth = 0
-    for event in yaml.parse(text, loader):
+    for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError(f"aliases are not used in settings: write the value instead of *{event.anchor}")
         if depth > _MOST_NESTED:
             raise yaml.YAMLError(f"more than {_MOST_NESTED} brackets or sections inside each other")
-    return yaml.load(text, loader)  # noqa: S506 (a SafeLoader)

@@ -15,6 +15,7 @@ from trainer.cluster.cores import core_warnings, own_cores
 from trainer.cluster.ranks import launch_warnings
 from trainer.commit import git_commit
 from trainer.config import Config
+from trainer.config_load import describe_sources
 from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.shards import list_shards
@@ -49,6 +50,8 @@ class Memory:
 
 def describe_run(run: Run) -> None:
     """Log the plan of a run that is about to start."""
+    if run.sources:
+        _log.info("%s", describe_sources(run.config, run.sources))
     _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, run.device)
     dtype = autocast_dtype(run.config, run.device)
     precision = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a scaled loss"}[

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -43,8 +44,10 @@ _HOST_DELAY = 2  # steps after which the host reads what a step left on the devi
 _log = logging.getLogger(__name__)
 
 
-def pretrain(config: Config, stop: StopRequest) -> int:
-    """Start the run of `config`, or go on with it if its folder holds a checkpoint. Returns the exit code."""
+def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | None = None) -> int:
+    """Start the run of `config`, or go on with it if its folder holds a checkpoint. Returns the exit code.
+
+    sources: where each setting comes from, for the log and config.yaml."""
     ranks = find_ranks()
     run_dir = open_run_folder(config.run_dir)
     start_logging(None, ranks.rank)  # log.txt belongs to whoever holds the folder
@@ -69,6 +72,7 @@ def pretrain(config: Config, stop: StopRequest) -> int:
             facts = {**flatten(config), "commit": git_commit(), "plan version": PLAN_VERSION, "problem": problem}
             with process_group(ranks, device, config.timeout_minutes, facts=facts, first=open_folder):
                 run = set_up(config, ranks, device, run_dir)
+                run.sources = sources or {}
                 describe_run(run)
                 stop.allow(config.stop_timeout_seconds)
                 return train(run, stop, state)
@@ -199,7 +203,7 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     state.write(status="running", step=first_step, total_steps=run.schedule.total_steps)
     job = f" (SLURM job {run.ranks.job_id}, restart {run.ranks.restarts})" if run.ranks.job_id else ""
     _log.info("start %d of this run%s, at step %d of %d", state.starts, job, first_step, run.schedule.total_steps)
-    save_config(run.config, run.run_dir / "config.yaml")
+    save_config(run.config, run.run_dir / "config.yaml", run.sources)
     board = Board(run.run_dir, first_step, run.config) if run.config.log.tensorboard else None
     writer = MetricsWriter(run.run_dir, first_step, run.end_step, run.config.optimizer.epochs, board)
     return closing(writer)

@@ -49,13 +49,14 @@ def open_run_folder(run_dir: str) -> Path:
 def _check_names(run_dir: Path) -> None:
     """Raises InputError for links, through which the files of others would be written or emptied, and for whatever would be
     waited for without end, such as named pipes."""
-    wanted = dict.fromkeys(_FILES, (stat.S_IFREG, "a file")) | dict.fromkeys(_FOLDERS, (stat.S_IFDIR, "a folder"))
     problems = []
-    for name, (kind, word) in wanted.items():
+    for name in (*_FILES, *_FOLDERS):
         path = run_dir / name
-        if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) != kind:
-            found = _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a device or socket")
-            problems.append(f"{name} is {found}, not {word}")
+        wanted, word = (stat.S_IFREG, "a file") if name in _FILES else (stat.S_IFDIR, "a folder")
+        if not os.path.lexists(path) or (name in _FOLDERS and path.is_dir()):  # a folder may lie on another disk
+            continue
+        if (kind := stat.S_IFMT(path.lstat().st_mode)) != wanted:
+            problems.append(f"{name} is {_KINDS.get(kind, 'a device or socket')}, not {word}")
     if problems:
         raise InputError(
             f"can't use the run folder {run_dir}: {'; '.join(problems)}. Move that away, or take another --run_dir (which may "

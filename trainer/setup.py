@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -55,6 +56,8 @@ class Run:
     """Consecutive images of a step that this rank's slice group holds."""
     cache: DecodeCache | None = None
     """Decoded images that the ranks of a node share."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each setting comes from: a file, the command line or the default; empty if that is not known."""
 
     def __post_init__(self) -> None:
         self._identity = torch.arange(self.group_rows.count, device=self.device)[None]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config, flatten, peak_learning_rate
-from trainer.config_load import load_config, load_settings, save_config
+from trainer.config_load import describe_sources, load_config, load_settings, save_config
 from trainer.errors import InputError
 
 
@@ -248,6 +248,9 @@ def test_later_files_override_earlier_ones_and_sources_say_so(tmp_path: Path) ->
     assert sources["seed"] == sources["loss.iterations"] == str(first)
     assert sources["loss.eps"] == str(second)
     assert (sources["max_steps"], sources["device"]) == ("command line", "default")
+    assert (
+        describe_sources(config, sources) == f"settings from {first}, then {second}; on the command line: max_steps=6"
+    )
     save_config(config, tmp_path / "saved.yaml", sources)
     assert f"  eps: 0.2  # {second}" in (tmp_path / "saved.yaml").read_text().splitlines()
     assert load_config(tmp_path / "saved.yaml", []) == config

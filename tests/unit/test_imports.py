@@ -1,6 +1,7 @@
 """One way, no back-references: who may import whom."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,19 @@ def test_runs_are_launched_and_stopped_without_loading_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"
+
+
+def test_an_installed_package_holds_every_module_the_recipes_and_the_demo() -> None:
+    """A folder that is missing in pyproject.toml works in a checkout and is missing after an installation."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = set(
+        re.findall(r'"([\w.]+)"', text[text.index("packages = [") : text.index("[tool.setuptools.package-dir]")])
+    )
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for package in ("trainer", "kernels")
+        for file in (ROOT / package).rglob("__init__.py")
+    }
+    moved = dict(re.findall(r'^"(trainer\.\w+)" = "(\w+)"$', text, re.MULTILINE))
+    assert listed == found | set(moved)
+    assert {ROOT / folder for folder in moved.values()} == {ROOT / "configs", ROOT / "demo_data"}

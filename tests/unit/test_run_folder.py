@@ -88,7 +88,7 @@ def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_pat
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
     if kind == "link":
-        other.mkdir() if name in FOLDERS else other.write_text("precious")
+        other.write_text("precious")
     if "link" in kind:
         (run_dir / name).symlink_to(other)
     elif kind == "named pipe":
@@ -106,10 +106,14 @@ def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_pat
     assert not other.is_file() or other.read_text() == "precious"
 
 
-def test_all_that_is_wrong_is_said_at_once_and_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_said_at_once_and_folders_may_be_links(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
     assert open_run_folder(str(tmp_path / "run")) == tmp_path / "run"
+    (tmp_path / "checkpoints on another disk").mkdir()
+    (tmp_path / "elsewhere/checkpoints").rmdir()
+    (tmp_path / "elsewhere/checkpoints").symlink_to(tmp_path / "checkpoints on another disk")
+    open_run_folder(str(tmp_path / "run"))
     for name in ("log.txt", "state.json"):
         (tmp_path / "elsewhere" / name).symlink_to(tmp_path / "x")
     with pytest.raises(InputError, match=r"log\.txt is a link.*; state\.json is a link"):
