@@ -5,7 +5,7 @@ import logging
 import os
 import tarfile
 import threading
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -469,10 +469,9 @@ def test_the_size_of_imagenet(tmp_path: Path, form: str) -> None:
     class_names = [f"n{i:08d}" for i in range(1000)]
     write_index(tmp_path / "train.index", IndexContent(columns, names, {"split": "train", "class_names": class_names}))
     assert (tmp_path / "train.index").stat().st_size <= 64_000_000
-    start = time.perf_counter()
+    opened = timeit.repeat(lambda: Index(tmp_path / "train.index", tmp_path), number=1, repeat=5)
+    assert min(opened) < 0.5  # 1 ms measured
     index = Index(tmp_path / "train.index", tmp_path)
-    opened = time.perf_counter() - start
-    assert opened < 0.5  # 1 ms measured
     assert len(index) == count
     assert index.name(count - 1) == f"{class_names[999]}/{names[-1]}"
     assert index.labels[1282] == 1

@@ -200,10 +200,10 @@ def test_a_second_interrupt_stops_at_once(command: Callable[..., Words], tmp_pat
     process.signal(signal.SIGINT)
     wait_for(lambda: "SIGINT" in process.output(), process)
     process.signal(signal.SIGINT)
-    assert process.wait(10) == -signal.SIGINT  # 130 in a shell
+    assert process.wait(60) == -signal.SIGINT  # 130 in a shell
 
 
-def wait_for(condition: Callable[[], bool], process: Started, seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], process: Started, seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.is_running(), process.output()
@@ -346,7 +346,9 @@ def test_nothing_grows_over_many_epochs(command: Callable[..., Words], tmp_path:
     assert done.returncode == 0, done.stderr
     table = np.array([line.split() for line in watch.read_text().splitlines()], dtype=float)
     epochs, late = table[:, 0] / 3, table[:, 0] >= 9
-    slope = np.polyfit(epochs[late], table[late, 1], 1)[0] / table[late, 1].mean()
+    first, second = np.triu_indices(late.sum(), 1)
+    steepness = (table[late, 1][second] - table[late, 1][first]) / (epochs[late][second] - epochs[late][first])
+    slope = np.median(steepness) / table[late, 1].mean()  # of all pairs: a step here and there is no growth
     assert slope < 1e-3, f"the memory grows by {slope:.2%} an epoch"
     files, threads = table[late, 2], table[late, 3]
     assert files.max() - files.min() <= 2  # a checkpoint being written

@@ -180,7 +180,7 @@ def test_ranks_that_agree_go_on_though_their_data_lie_elsewhere(free_port: int) 
 def test_a_rank_with_other_settings_is_named_on_every_rank_at_once(free_port: int) -> None:
     began = time.monotonic()
     raised = compare(3, lambda r: {"seed": 1 + (r.rank == 2), "commit": "abc", "optimizer.learning_rate": 0.1})
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LONG.total_seconds()
     assert len(set(raised)) == 1
     assert "InputError: the ranks of this job do not belong together" in raised[0]
     assert f"rank 2 on {socket.gethostname()} has seed 2, rank 0 has 1" in raised[0]
@@ -243,12 +243,12 @@ def test_all_ranks_together_are_waited_for_no_longer_than_the_time_out(free_port
 
     def join(ranks: Ranks) -> None:
         if ranks.rank == 1:
-            time.sleep(1.5)
-        compare_ranks(meet(ranks, LONG), ranks, {}, SHORT, lambda: None)
+            time.sleep(3.5)
+        compare_ranks(meet(ranks, LONG), ranks, {}, timedelta(seconds=4), lambda: None)
 
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         first, _ = [pool.submit(join, Ranks(rank, 3)) for rank in (0, 1)]
         with pytest.raises(dist.DistStoreError, match="rank 2 did not come"):
             first.result()
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 7.0  # twice the time-out would be 7.5
