@@ -229,7 +229,7 @@ class Started:
     def __init__(self, process: ForkServerProcess, log: Path) -> None:
         self._process, self._log = process, log
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = 180.0) -> int:
         """The exit code, negative for a signal. Past the time-out the process is killed and TimeoutError raised."""
         self._process.join(timeout)
         if self._process.exitcode is None:

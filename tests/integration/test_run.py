@@ -341,7 +341,7 @@ def test_term_saves_and_exits_with_75(tiny_set: Path, tiny_config: Path, tmp_pat
         time.sleep(0.1)
     assert state(run_dir) == ("running", None, 0)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 75
     status, code, step = state(run_dir)
     assert (status, code) == ("preempted", 75)

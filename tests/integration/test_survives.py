@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.conftest import TINY
@@ -291,7 +292,7 @@ def test_a_run_whose_last_checkpoint_is_not_written_has_failed(command: Callable
 
 def test_two_runs_in_one_folder_are_refused(command: Callable[..., Words], tmp_path: Path) -> None:
     (first,) = start(command(), tmp_path, Faults(freeze_at_step=3))
-    wait_for(lambda: saved_steps(tmp_path / "run") == [2], first)
+    wait_for(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, first)
     before = state(tmp_path / "run")
     (second,) = start(command(), tmp_path)
     assert second.wait() == 2

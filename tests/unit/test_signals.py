@@ -95,7 +95,7 @@ def test_a_signal_before_the_first_step_ends_a_process_that_hangs_at_once(
 ) -> None:
     process = hanging("pass")
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(10) == PREEMPTED
+    assert process.wait(60) == PREEMPTED
     assert process.communicate()[0] == "last words\n"
 
 

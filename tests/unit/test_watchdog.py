@@ -122,4 +122,4 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
         child.stdin.write("\n")
         child.stdin.flush()
         assert child.stdout.readline() == "continues\n"
-        assert child.wait(10) == 1
+        assert child.wait(60) == 1
