@@ -19,8 +19,9 @@ from PIL import Image
 from trainer.data import sets
 from trainer.data.formats import inspect_image
 from trainer.data.index import open_index
-from trainer.data.prepare import Shrink, choose_images, prepare
+from trainer.data.prepare import prepare
 from trainer.data.sets import ArraySplit, KnownSet
+from trainer.data.shard_writer import Shrink, choose_images
 from trainer.errors import InputError
 
 module = sys.modules["trainer.data.prepare"]
@@ -344,20 +345,25 @@ def test_a_start_that_was_ended_goes_on_with_the_splits_it_had_completed(
 ) -> None:
     source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
     prepare(str(source), tmp_path / "unbroken", progress=False)
-    write = module._write_shards
+    write = module.write_shards
 
-    def write_or_end(*args):
-        if "val" in args:
+    def write_or_end(*args, **options):
+        if options["split"] == "val":
             raise KeyboardInterrupt
-        return write(*args)
+        return write(*args, **options)
 
-    monkeypatch.setattr(module, "_write_shards", write_or_end)
+    monkeypatch.setattr(module, "write_shards", write_or_end)
     with pytest.raises(KeyboardInterrupt):
         prepare(str(source), dest, progress=False)
-    assert "the same command goes on with them" in caplog.text
+    assert "the same command continues with them" in caplog.text
     assert not dest.exists()
     written: list[str] = []
-    monkeypatch.setattr(module, "_write_shards", lambda *args: (written.append(args[3]), write(*args))[1])
+
+    def write_and_note(*args, **options):
+        written.append(options["split"])
+        return write(*args, **options)
+
+    monkeypatch.setattr(module, "write_shards", write_and_note)
     prepare(str(source), dest, progress=False)
     assert written == ["val"]
     assert {p.name: p.read_bytes() for p in dest.iterdir()} == {
@@ -381,13 +387,13 @@ def test_a_completed_split_of_other_settings_or_images_is_written_again(tmp_path
 
 def test_two_at_once_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
-    write = module._write_shards
+    write = module.write_shards
 
-    def start_another(*args):
+    def start_another(*args, **options):
         with pytest.raises(InputError, match="dest: another `wmse prepare` is writing it"):
             prepare(str(source), dest, progress=False)
-        return write(*args)
+        return write(*args, **options)
 
-    monkeypatch.setattr(module, "_write_shards", start_another)
+    monkeypatch.setattr(module, "write_shards", start_another)
     prepare(str(source), dest, progress=False)
     assert len(open_index(dest, "train")) == 8

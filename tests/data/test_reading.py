@@ -12,8 +12,7 @@ import pytest
 from pictures import encoded, make_folder, make_tar
 
 import trainer.data.reading as reading
-from trainer.data.check import Place
-from trainer.data.check import _check as check_place
+from trainer.data.check import check_data
 from trainer.data.index import Index, open_index
 from trainer.data.index_build import _inspect_file as inspect_file
 from trainer.data.reading import ImageReader
@@ -206,7 +205,7 @@ def test_what_the_machine_lacks_is_never_blamed_on_the_image(folder, pauses, mon
     with pytest.raises(InputError, match=os.strerror(number)):
         inspect_file("x")
     with pytest.raises(InputError, match=os.strerror(number)):
-        check_place(10**6, Place("x", "x", 0))
+        check_data(folder.root, threads=1)
 
 
 def test_more_shards_than_the_process_may_open(tmp_path):

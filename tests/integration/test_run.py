@@ -254,7 +254,7 @@ def test_no_room_for_a_file_is_one_line_with_its_path_and_a_way_out(
     assert last.startswith(f"error: can't write {tmp_path / 'run'}/")
     assert "File too large (" in last
     assert "MiB are free on its disk" in last
-    assert "Make room there, or take another folder" in last
+    assert "Free some space there, or use another folder" in last
     assert state(tmp_path / "run")[:2] == ("failed", 2)
 
 

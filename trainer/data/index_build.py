@@ -13,7 +13,8 @@ import numpy as np
 from trainer.data.formats import HEAD_BYTES, ImageInfo, inspect_head, inspect_image
 from trainer.data.index_file import Columns, IndexContent
 from trainer.data.printable import printable
-from trainer.errors import InputError, refuse_machine_fault
+from trainer.errors import InputError
+from trainer.files import refuse_machine_fault
 from trainer.progress import with_progress
 
 LAYOUT = "expected ROOT/SPLIT/CLASS/IMAGE (such as train/n01440764/n01440764_18.JPEG) or shards ROOT/SPLIT-000000.tar"

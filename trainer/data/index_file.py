@@ -94,6 +94,37 @@ def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
     return metadata, columns
 
 
+def check_contents(path: Path, metadata: dict[str, Any], columns: Columns, num_shards: int | None) -> None:
+    """Raise InputError if the index, which may come from elsewhere, would end a run hours later at one of its images.
+
+    num_shards: how many tar shards it is of; None: it is of an image folder."""
+    dtypes = COLUMN_DTYPES if num_shards is None else COLUMN_DTYPES | SHARD_COLUMN_DTYPES
+    split, class_names = metadata.get("split"), metadata.get("class_names")
+    labels, lengths = columns.get("label"), {len(columns.get(name, ())) for name in dtypes}
+    problem = ""
+    if not isinstance(split, str) or not is_inside(split) or not isinstance(metadata.get("fingerprint"), str):
+        problem = "its split or fingerprint"
+    elif not isinstance(class_names, list) or not all(isinstance(name, str) for name in class_names):
+        problem = "its class names"
+    elif labels is None or lengths != {len(labels)} or not len(labels):
+        problem = "the lengths of its columns"
+    elif any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
+        problem = "the types of its columns"
+    elif labels.max() >= len(class_names) or labels.min() < -1:
+        problem = "a label, which is not the number of a class,"
+    elif num_shards is not None and columns["shard"].max() >= num_shards:
+        problem = "the number of a shard"
+    elif min(columns["height"].min(), columns["width"].min()) < 1:
+        problem = "the size of an image"
+    if problem:
+        raise InputError(_unusable(path, f"{problem} can't be right"))
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative path stays inside the folder that it starts from."""
+    return bool(name) and not name.startswith("/") and ".." not in name.split("/")
+
+
 def compute_fingerprint(columns: Columns, class_names: list[str]) -> str:
     """Hash over all columns and the class names: equal only for the same images in the same order with the same labels."""
     digest = hashlib.blake2b(json.dumps(class_names).encode(), digest_size=16)

@@ -13,7 +13,8 @@ import time
 from trainer.data.formats import MAX_PIXELS, inspect_image, to_direct
 from trainer.data.index import Index
 from trainer.data.printable import printable
-from trainer.errors import InputError, refuse_machine_fault
+from trainer.errors import InputError
+from trainer.files import refuse_machine_fault
 
 RETRY_PAUSES = (0.1, 1.0)  # seconds before the second and the third try
 PASSING_FAULTS = frozenset(

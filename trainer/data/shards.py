@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainer.config import DataConfig
 from trainer.data.index_build import (
     READ_THREADS,
     Verdict,
@@ -38,7 +39,6 @@ from trainer.progress import with_progress
 PICTURE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "ppm", "pgm")
 SHARD_NAME = re.compile(r"(.+)-\d+\.tar(?:\.gz)?")  # group 1: the split
 TAR_BLOCK = 512  # bytes; members start at its multiples
-MAX_CLASSES = 100_000  # the default of data.max_classes
 _FREE_SPACE_LEFT = 1 << 28  # bytes left free on the disk of the cache
 _MAX_PADDING = 10_240 + TAR_BLOCK  # bytes of zeros: an end mark of two blocks, filled up to a record of 20 blocks
 
@@ -136,7 +136,11 @@ def read_shard(shard: Path) -> ShardContents:
 
 
 def build_shards(
-    shards: list[Path], split: str, class_names: list[str] | None, progress: bool, max_classes: int = MAX_CLASSES
+    shards: list[Path],
+    split: str,
+    class_names: list[str] | None,
+    progress: bool,
+    max_classes: int = DataConfig.max_classes,
 ) -> tuple[IndexContent, list[str]]:
     """Content of the index of uncompressed shards, and notes for the user. Without class names, classes are called by their
     numbers, of which there are at most `max_classes`.
