@@ -7,7 +7,6 @@ Derived numbers (images a rank, steps an epoch) are no settings; `trainer.loop` 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -293,12 +292,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-
-
-def peak_learning_rate(config: Config) -> float:
-    """The rate after warm-up, by the config's rule."""
-    o = config.optimizer
-    return o.learning_rate * (math.sqrt(config.data.images_per_step) if o.learning_rate_rule == "sqrt" else 1.0)
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, object]:

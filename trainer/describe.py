@@ -19,7 +19,7 @@ from trainer.config_load import describe_sources
 from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.shards import list_shards
-from trainer.device import autocast_dtype
+from trainer.device import PRECISION_NAMES, autocast_dtype
 from trainer.errors import InputError
 from trainer.geometry import micro_batches
 from trainer.model import Model
@@ -53,11 +53,9 @@ def describe_run(run: Run) -> None:
     if run.sources:
         _log.info("%s", describe_sources(run.config, run.sources))
     _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, run.device)
-    dtype = autocast_dtype(run.config, run.device)
-    precision = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a scaled loss"}[
-        dtype
-    ]
-    _log.info("encoder and projector in %s, whitening and loss in float32", precision)
+    precision = PRECISION_NAMES[autocast_dtype(run.config, run.device)]
+    scaled = " with a scaled loss" if run.step.loss_scale else ""
+    _log.info("encoder and projector in %s%s, whitening and loss in float32", precision, scaled)
     threads = run.config.data.threads or own_cores()
     for line in [
         *without_effect(run.config, run.ranks.world_size, run.device),

@@ -32,6 +32,10 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
     return torch.device("cuda", index)
 
 
+PRECISION_NAMES = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast"}
+"""The result of `autocast_dtype` in words."""
+
+
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
     """bf16, fp16 or None (float32): what config.precision means on this device."""
     if config.precision == "auto":

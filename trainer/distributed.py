@@ -17,6 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.rendezvous import compare_ranks, meet
+from trainer.config import DataConfig
+from trainer.data.index import Index, open_images
 from trainer.errors import InputError
 
 T = TypeVar("T")
@@ -120,6 +122,13 @@ def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
     if ranks.world_size > 1:
         dist.barrier()
     return work() if done is None else done
+
+
+def open_on_all_ranks(data: DataConfig, split: str, ranks: Ranks) -> Index:
+    """Open a split on every rank, first on one of each node, which indexes it if necessary. Every rank calls this.
+
+    Raises InputError as `open_images` does."""
+    return one_rank_a_node_first(ranks, lambda: open_images(data, split, progress=ranks.is_first))
 
 
 def require_same(ranks: Ranks, name: str, value: str) -> None:

@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.decoding import decode
+from trainer.data.index import open_images
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.errors import InputError
 from trainer.model import PixelScale
-from trainer.setup import open_shared_index
 
 _SMALLEST_CELL = 96  # pixels; smaller views are enlarged by a whole factor
 _GAP = 2
@@ -29,7 +28,7 @@ def write_preview(config: Config, num_images: int, out: Path, step: int = 0) -> 
     if out.suffix.lower() not in Image.registered_extensions():
         raise InputError(f"--out is {out}: give a name that ends as a picture's, such as preview.png")
     out.parent.mkdir(parents=True, exist_ok=True)
-    index = open_shared_index(config, Ranks())
+    index = open_images(config.data, config.data.train_split, progress=True)
     images_per_step = min(config.data.images_per_step, len(index))  # a set may be smaller than the step of the recipe
     num_images = min(num_images, images_per_step)
     if num_images < 1:

@@ -6,10 +6,10 @@ import logging
 from itertools import pairwise
 
 from trainer.cluster.ranks import Ranks
-from trainer.config import Config, peak_learning_rate
+from trainer.config import Config
 from trainer.errors import InputError
 from trainer.geometry import batch_norm_images, micro_batches, own_rows, rows_together, slice_group_size
-from trainer.schedule import build_schedule, side_steps
+from trainer.schedule import build_schedule, peak_learning_rate, side_steps
 
 _log = logging.getLogger(__name__)
 

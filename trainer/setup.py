@@ -19,11 +19,11 @@ from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.ranks import Ranks, job_key
 from trainer.config import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
-from trainer.data.index import Index, open_images
+from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype
-from trainer.distributed import make_slice_group, one_rank_a_node_first, require_same, wrap_model
+from trainer.distributed import make_slice_group, one_rank_a_node_first, open_on_all_ranks, require_same, wrap_model
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
 from trainer.files import atomic_write
@@ -118,7 +118,7 @@ class Run:
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
     """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
     check_backend(config, device)
-    index = images_of_run(open_shared_index(config, ranks), config, run_dir, ranks)
+    index = images_of_run(open_on_all_ranks(config.data, config.data.train_split, ranks), config, run_dir, ranks)
     check_set_size(config, len(index), say=ranks.is_first)
     require_same(ranks, "the images of " + config.data.train_split, f"{len(index)} ({index.fingerprint})")
     rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
@@ -140,13 +140,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         compile_model(model, cuda_graphs=config.cuda_graphs and device.type == "cuda")
     group_first = ranks.rank // group_size * group_size * rows.count
     step = TrainStep(
-        wrap_model(
-            model,
-            ranks,
-            device,
-            compression=config.gradient_compression,
-            accumulates=parts > 1,
-        ),
+        wrap_model(model, ranks, device, compression=config.gradient_compression, accumulates=parts > 1),
         optimizer,
         config.loss,
         num_views=config.views.num_views,
@@ -177,13 +171,6 @@ def check_backend(config: Config, device: torch.device) -> None:
     reason = why_not(loss.backend, device.type, config.model.embedding_size, loss.float64_factor)
     if reason:
         raise InputError(f"loss.backend {loss.backend} {reason}: set loss.backend to auto or torch")
-
-
-def open_shared_index(config: Config, ranks: Ranks) -> Index:
-    """The training split. Where it must be indexed first, one rank a node does it and the others wait."""
-    return one_rank_a_node_first(
-        ranks, lambda: open_images(config.data, config.data.train_split, progress=ranks.is_first)
-    )
 
 
 def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None:

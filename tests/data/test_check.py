@@ -46,7 +46,7 @@ def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsy
     make_folder(tmp_path, files | {"train/cat/a.jpg": JPEG, "train/cat/b.csv": b"1,2", "val/v.jpg": JPEG})
     assert main(["check-data", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "split train: 3 files, 1 class with 3 to 3 images each" in out
+    assert "split train: 3 files, 1 class with 3 images each" in out
     assert "split val: 1 files, no labels" in out
     assert "note: split train: 2 files are not images, left out (train/cat/LICENSE, train/cat/b.csv)" in out
     assert f"note: {tmp_path}/val: has no class folders: its 1 files are taken without labels" in out
@@ -74,8 +74,8 @@ def test_shards(tmp_path: Path) -> None:
     assert [name for name, _ in report.bad] == ["train-000001.tar", "train-000000.tar/b.png"]
     assert (report.checked, report.converted) == (3, 1)
     assert report.splits == [
-        "split train: 2 files, 1 class with 2 to 2 images each",
-        "split val: 1 files, 1 class with 1 to 1 images each",
+        "split train: 2 files, 1 class with 2 images each",
+        "split val: 1 files, 1 class with 1 image each",
     ]
     assert check_data(tmp_path, splits=["val"]).checked == 1
     with pytest.raises(InputError, match="no shards of split test; it has train, val"):

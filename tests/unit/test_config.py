@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, flatten, peak_learning_rate
+from trainer.config import Config, flatten
 from trainer.config_load import describe_sources, load_config, load_settings, save_config
 from trainer.errors import InputError
+from trainer.schedule import peak_learning_rate
 
 
 def load(text: str, tmp_path: Path, *overrides: str) -> Config:

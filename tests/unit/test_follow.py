@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import TINY
 from tests.faults import save_unchecked
+from trainer import distributed
 from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import checkpoint_path
 from trainer.cli import main
@@ -22,7 +23,7 @@ from trainer.config import DataConfig
 from trainer.config_load import load_config
 from trainer.data.index import open_images
 from trainer.errors import InputError
-from trainer.evaluate import evaluator, features, follow
+from trainer.evaluate import evaluator, follow
 from trainer.evaluate import results as results_module
 from trainer.evaluate.follow import RunWatch, follow_run
 from trainer.evaluate.run import run_evaluation
@@ -84,7 +85,7 @@ def test_every_checkpoint_is_measured_once_and_oldest_first(run_dir: Path, monke
         splits.append(split)
         return open_images(data, split, **options)
 
-    monkeypatch.setattr(features, "open_images", opened)
+    monkeypatch.setattr(distributed, "open_images", opened)
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == [1, 2, 3]
     assert splits == ["val", "train"]

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from tests.conftest import TINY
+from trainer import distributed
 from trainer.cluster.ranks import Ranks
 from trainer.config import DataConfig
 from trainer.config_load import load_config
 from trainer.errors import InputError
-from trainer.evaluate import features
 from trainer.evaluate.features import Place
 from trainer.evaluate.splits import open_splits, unusable_files
 
@@ -47,7 +47,7 @@ def test_a_class_without_test_images_is_named(tmp_path: Path, caplog: pytest.Log
     assert test.labels.tolist() == [0, 2, 2]
     assert train.labels.tolist() == [0, 0, 1, 2, 2, 2, 3]
     assert "no image of 2 of the 4 classes, which are not measured: 1, 3" in caplog.text
-    assert "7 labelled images of 4 classes; a class has 1 to 3, the median is 1.5" in caplog.text
+    assert "split train: 7 images, 4 classes with 1 to 3 (median 1.5) images each" in caplog.text
 
 
 def test_a_class_without_training_images_is_named_and_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -60,14 +60,14 @@ def test_a_class_without_training_images_is_named_and_wrong(tmp_path: Path, capl
 
 def test_classes_are_compared_by_name_not_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(tmp_path, [0, 1, 2], [0, 1, 2])
-    original = features.open_images
+    original = distributed.open_images
 
     def opened(data: DataConfig, split: str, **options: bool) -> object:
         index = original(data, split, **options)
         index.class_names = ["ant", "bee", "cat"] if split == "train" else ["bee", "dog", "ant"]
         return index
 
-    monkeypatch.setattr(features, "open_images", opened)
+    monkeypatch.setattr(distributed, "open_images", opened)
     _, test = open_splits(place)
     assert [test.class_names[label] for label in test.labels] == ["bee", "dog", "ant"]
     assert test.class_names[:3] == ["ant", "bee", "cat"]
@@ -92,8 +92,7 @@ def test_images_without_a_label_are_counted(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO):
         train, _ = open_splits(place_of(tmp_path, [0, -1, 1, -1], [0, 1]))
     assert train.labelled.tolist() == [0, 2]
-    assert "split train: 2 labelled images of 2 classes" in caplog.text
-    assert "; 2 images without a label do not count" in caplog.text
+    assert "split train: 4 images, 2 classes with 1 image each, 2 images without a label" in caplog.text
 
 
 def test_files_that_were_never_indexed_are_counted(

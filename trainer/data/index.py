@@ -296,6 +296,9 @@ def describe_labels(labels: npt.NDArray[np.integer[Any]]) -> str:
     counts = np.unique(labels[labels >= 0], return_counts=True)[1]
     if not counts.size:
         return "no labels"
-    text = f"{len(counts)} class{'es' if len(counts) > 1 else ''} with {counts.min()} to {counts.max()} images each"
+    text = f"{len(counts)} class{'es' if len(counts) > 1 else ''} with {counts.min()}"
+    if counts.min() < counts.max():
+        text += f" to {counts.max()} (median {np.median(counts):g})"
+    text += f" image{'s' if counts.max() > 1 else ''} each"
     unlabelled = len(labels) - counts.sum()
     return text + (f", {unlabelled} images without a label" if unlabelled else "")

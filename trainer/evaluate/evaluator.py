@@ -10,15 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.checkpoint import choose_checkpoint, load_checkpoint, put_encoder
 from trainer.cluster.ranks import Ranks
 from trainer.commit import git_commit
 from trainer.config import Config
 from trainer.config_changes import plain_settings
 from trainer.config_load import load_config
-from trainer.device import choose_device
+from trainer.device import PRECISION_NAMES, choose_device
 from trainer.errors import InputError
 from trainer.evaluate.features import (
     Encode,
@@ -38,7 +36,6 @@ from trainer.evaluate.splits import classes_with_images, open_splits, unusable_f
 from trainer.model import Model, build_model
 
 _log = logging.getLogger(__name__)
-_PRECISIONS = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast"}
 
 
 class Evaluator:
@@ -117,7 +114,7 @@ class Evaluator:
             "classes": len(learnt),
             "classes_without_test_images": [test_split.class_names[n] for n in learnt if n not in tested],
             "classes_without_training_images": [test_split.class_names[n] for n in tested if n not in learnt],
-            "precision": _PRECISIONS[encoding_dtype(self.place)],
+            "precision": PRECISION_NAMES[encoding_dtype(self.place)],
             "commit": git_commit(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }

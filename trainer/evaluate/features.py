@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.data.index import Index, open_images
+from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, eval_requests
 from trainer.data.views import eval_recipe
 from trainer.device import autocast_dtype
-from trainer.distributed import one_rank_a_node_first, require_same
+from trainer.distributed import open_on_all_ranks, require_same
 from trainer.errors import InputError
 from trainer.model import Model
 from trainer.progress import with_progress
@@ -68,9 +68,7 @@ class Split:
 def open_split(name: str, place: Place) -> Split:
     """Open a split; every rank calls this. Raises InputError where it has no labelled images, or fewer than ranks."""
     root = place.config.data.root
-    index = one_rank_a_node_first(
-        place.ranks, lambda: open_images(place.config.data, name, progress=place.ranks.is_first)
-    )
+    index = open_on_all_ranks(place.config.data, name, place.ranks)
     split = Split(name, index, np.asarray(index.labels, np.int64), index.class_names)
     count = len(split.labelled)
     if not count:
@@ -149,7 +147,7 @@ def untrained_encoder(model: Model, place: Place) -> Encode:
         norm.reset_running_stats()
         norm.momentum = None  # a plain average over the batches
     data = place.config.data
-    index = one_rank_a_node_first(place.ranks, lambda: open_images(data, data.train_split))
+    index = open_on_all_ranks(data, data.train_split, place.ranks)
     count = min(len(index), _STATISTICS_BATCHES * place.config.evaluate.images_per_batch)
     spread = np.linspace(0, len(index) - 1, count).astype(np.int64)
     model.train()

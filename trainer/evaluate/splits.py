@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trainer.data.index import describe_labels
 from trainer.data.printable import printable
 from trainer.errors import InputError
 from trainer.evaluate.features import Place, Split, open_split
@@ -36,7 +37,7 @@ def open_splits(place: Place) -> tuple[Split, Split]:
         )
     if place.ranks.is_first:
         for split in (train, test):
-            _log.info("%s", _describe(split))
+            _log.info("split %s: %d images, %s", split.name, len(split.labels), describe_labels(split.labels))
         for line in _warnings(train, test):
             _log.warning("%s", line)
     return train, test
@@ -59,16 +60,6 @@ def unusable_files(split: Split) -> int:
     """Files that were left out when the split was indexed or prepared: they are named in a list beside the index."""
     listed = split.index.path.with_suffix(".bad.txt")
     return len(listed.read_bytes().splitlines()) if listed.exists() else 0
-
-
-def _describe(split: Split) -> str:
-    counts = np.unique(split.labels[split.labelled], return_counts=True)[1]
-    unlabelled = len(split.labels) - counts.sum()
-    return (
-        f"split {split.name}: {counts.sum()} labelled images of {len(counts)} classes; a class has {counts.min()} to "
-        f"{counts.max()}, the median is {np.median(counts):g}"
-        + (f"; {unlabelled} images without a label do not count" if unlabelled else "")
-    )
 
 
 def _warnings(train: Split, test: Split) -> list[str]:
