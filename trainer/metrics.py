@@ -26,8 +26,8 @@ from trainer.cluster.ranks import Ranks
 from trainer.data.bad_images import read_quarantine
 from trainer.faults import CollapseWatch
 from trainer.files import write_text
+from trainer.progress import RunBar
 from trainer.step import StepResult
-from trainer.terminal import Bar
 
 _log = logging.getLogger(__name__)
 AGREED = ("fault", "stop", "save")  # of `StepResult.agreed`
@@ -178,7 +178,7 @@ class MetricsWriter:
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""  # while the disk is full
         self._board, self._has_views = board, False
-        self._bar = Bar(first_step, end_step)
+        self._bar = RunBar(first_step, end_step)
         self._collapse = CollapseWatch()
         self._end_step, self._epochs = end_step, epochs
 

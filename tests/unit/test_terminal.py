@@ -1,4 +1,4 @@
-"""The terminal of a run: its bar, and what its loss costs."""
+"""A run goes on and log.txt is complete when its terminal is gone."""
 
 import errno
 import io
@@ -9,29 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.integration.run_files import metrics, state
 from trainer.cli import main
-from trainer.terminal import Bar, lasting_stderr
+from trainer.progress import RunBar
+from trainer.terminal import lasting_stderr
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_the_bar_moves_each_step_and_fits_the_terminal(width: int) -> None:
-    out = io.StringIO()
-    bar = Bar(31190, 31200, Console(file=out, width=width, force_terminal=True))
-    for step in range(31191, 31196):
-        bar.move(step, "loss 0.812  1690 img/s" if step == 31193 else None)
-        bar._progress.refresh()
-    bar.close()
-    drawn = [CONTROL.sub("", line) for line in re.split(r"[\r\n]", out.getvalue())]
-    drawn = [line for line in drawn if line]
-    assert max(map(len, drawn)) <= width
-    for step in range(31191, 31196):
-        assert any(f"{step}/31200" in line for line in drawn)
-    assert ("loss 0.812" in drawn[-1]) == (width == 80)
 
 
 class Terminal(io.StringIO):
@@ -79,7 +63,7 @@ def test_a_process_without_stderr_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with lasting_stderr():
         print("dropped", file=sys.stderr)
         assert not sys.stderr.isatty()
-        Bar(0, 10).move(1)
+        RunBar(0, 10).move(1)
     assert sys.stderr is None
 
 
