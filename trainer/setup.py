@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: set, plan, model, optimizer, step, loader. The loop drives them."""
+"""Build the parts of a run: set, plan, model, optimizer, step, loader. The loop drives them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Run:
         return self.run_dir / "quarantine.jsonl"
 
     def fault_counter(self) -> FaultCounter:
-        """That of this run; only the first rank's talks."""
+        """Return the counter of failed steps; only the first rank's logs."""
         group_size = self.group_rows.count // self.planner.rows.count
         most, num_views = self.config.loss.max_failed_steps, self.config.views.num_views
         scales_loss = self.step.loss_scale is not None
@@ -116,10 +116,10 @@ class Run:
 
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
-    """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
+    """Build a run before its first step. Raises InputError if the settings don't fit the set or the number of ranks."""
     check_backend(config, device)
     index = images_of_run(open_on_all_ranks(config.data, config.data.train_split, ranks), config, run_dir, ranks)
-    check_set_size(config, len(index), say=ranks.is_first)
+    check_set_size(config, len(index), warn=ranks.is_first)
     require_same(ranks, "the images of " + config.data.train_split, f"{len(index)} ({index.fingerprint})")
     rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
     planner = Planner(
@@ -166,7 +166,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
 
 
 def check_backend(config: Config, device: torch.device) -> None:
-    """Raises InputError where the whitening backend cannot do what is asked of it on this device."""
+    """Raise InputError if the whitening backend can't do on this device what the settings ask for."""
     loss = config.loss
     reason = why_not(loss.backend, device.type, config.model.embedding_size, loss.float64_factor)
     if reason:
@@ -174,7 +174,7 @@ def check_backend(config: Config, device: torch.device) -> None:
 
 
 def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None:
-    """The node's memory for decoded images, where the settings ask for one. Raises InputError where it does not fit."""
+    """Open the node's memory for decoded images, if the settings ask for it. Raises InputError if the set does not fit."""
     if not config.data.decode_cache_gib:
         return None
     check_cache_size(index, config.data.decode_cache_gib)
@@ -188,22 +188,24 @@ def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None
             dist.barrier()
     finally:
         if ranks.local_rank == 0:  # also where another rank failed: no memory is left behind
-            with suppress(OSError):  # what went wrong before it is what is told
+            with suppress(OSError):  # the first error is the one to report
                 path.unlink()
     return cache
 
 
 def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> Index:
-    """The images that the run began with, where files of an image folder have come or gone since its first start: ids, order
-    and labels stay, and what is gone is replaced as any image that can't be used. --allow_changes takes those found now."""
+    """Return the images that the run began with, even if files of an image folder were added or removed since.
+
+    Ids, order and labels stay, and missing files are replaced like other unusable images. allow_changes takes those found
+    now."""
     kept = run_dir / "images.index"
     if kept.exists() and list_checkpoints(run_dir / "checkpoints") and not config.allow_changes:
         begun = Index(kept, found.root)
         if found.is_folder and begun.split == found.split and begun.fingerprint != found.fingerprint:
             if ranks.is_first:
                 _log.warning(
-                    "%s has changed since the run began (%d -> %d images): going on with those it began with; what is gone "
-                    "is replaced. --allow_changes true takes what is there now",
+                    "%s has changed since the run began (%d -> %d images): continuing with those it began with and "
+                    "replacing those that are missing. --allow_changes true takes what is there now",
                     found.root,
                     len(begun),
                     len(found),

@@ -31,7 +31,7 @@ def test_folder_without_splits(tmp_path: Path) -> None:
     report = check_data(make_folder(tmp_path, files))
     assert report.checked == 2
     assert [name for name, _ in report.bad] == ["x/y/b.png"]
-    assert "1 files lie beside the class folders, left out (a.jpg)" in report.notes[0]
+    assert "1 files beside the class folders are left out (a.jpg)" in report.notes[0]
     assert report.notes[1] == "split .: 1 files are not images, left out (x/c.txt)"
 
 
@@ -49,7 +49,7 @@ def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsy
     assert "split train: 3 files, 1 class with 3 images each" in out
     assert "split val: 1 files, no labels" in out
     assert "note: split train: 2 files are not images, left out (train/cat/LICENSE, train/cat/b.csv)" in out
-    assert f"note: {tmp_path}/val: has no class folders: its 1 files are taken without labels" in out
+    assert f"note: {tmp_path}/val: has no class folders: its 1 files are used without labels" in out
     (tmp_path / "train/cat/c.jpg").write_bytes(b"text")
     (tmp_path / "train/cat/d").write_bytes(bytes(5))
     assert main(["check-data", str(tmp_path)]) == 1

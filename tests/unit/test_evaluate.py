@@ -289,7 +289,7 @@ def test_a_checkpoint_of_another_model_is_refused(run_dir):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, value):
+def test_weights_that_are_not_finite_are_refused_with_their_names(run_dir, tmp_path, value):
     content = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")
     content["model"]["encoder.bn1.running_var"][3] = value
     with pytest.raises(InputError, match=r"can't use checkpoint .*encoder\.bn1\.running_var"):

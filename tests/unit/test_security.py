@@ -279,7 +279,7 @@ DAMAGED_NUMBERS = [
 
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGED_NUMBERS)
-def test_an_index_with_numbers_of_nothing_is_refused_at_once(tmp_path: Path, damage: dict, problem: str) -> None:
+def test_an_index_with_invalid_values_is_refused_at_once(tmp_path: Path, damage: dict, problem: str) -> None:
     nasty_tar(tmp_path / "set/train-000000.tar", tmp_path / "victim")
     open_index(tmp_path / "set", "train")
     path = tmp_path / "set/.wmse_index/train.index"

@@ -50,7 +50,9 @@ def test_a_class_without_test_images_is_named(tmp_path: Path, caplog: pytest.Log
     assert "split train: 7 images, 4 classes with 1 to 3 (median 1.5) images each" in caplog.text
 
 
-def test_a_class_without_training_images_is_named_and_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_without_training_images_is_named_and_its_images_count_as_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train, test = open_splits(place_of(tmp_path, [0, 1, 1], [0, 4, 4, 1]))
     assert min(label for label in test.labels if label > 1) >= len(
         train.class_names
@@ -77,7 +79,7 @@ def test_classes_are_compared_by_name_not_by_number(tmp_path: Path, monkeypatch:
     ("train", "val", "message"),
     [
         ([1, 1, 1], [1, 1], r"'train' in .* has labelled images of one class only \(1\)"),
-        ([0, 1], [2, 3], r"have no class in common: the one has images of 0, 1, the other of 2, 3"),
+        ([0, 1], [2, 3], r"have no class in common: the first has images of 0, 1, the second of 2, 3"),
         ([0, 1], [-1, -1], r"'val' in .* has no labelled images"),
         ([-1, -1], [0, 1], r"'train' in .* has no labelled images"),
     ],
@@ -107,4 +109,4 @@ def test_files_that_were_never_indexed_are_counted(
         caplog.clear()
         train, test = open_splits(Place(config, Ranks(), torch.device("cpu")))
         assert (len(test.labelled), unusable_files(train), unusable_files(test)) == (15, 0, 1)
-        assert "the split 'val' has 1 files that are no usable pictures and do not count" in caplog.text
+        assert "the split 'val' has 1 files that are not usable images and do not count" in caplog.text

@@ -58,7 +58,7 @@ def test_a_run_outlives_its_terminal_and_log_txt_is_complete(
         assert "step 4/4" in CONTROL.sub("", terminal.getvalue())
 
 
-def test_a_process_without_stderr_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stderr_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with lasting_stderr():
         print("dropped", file=sys.stderr)
@@ -74,13 +74,13 @@ def test_lines_are_written_two_steps_late_and_stamped_when_measured(
     from trainer.metrics import MetricsWriter
 
     run_dir, there = tmp_path / "run", {}
-    made = MetricsWriter.made
+    made = MetricsWriter.show_step
 
     def note(self: MetricsWriter, step: int, *views: object) -> None:
         made(self, step, *views)
         there[step] = (time.time(), [line["step"] for line in metrics(run_dir)])
 
-    monkeypatch.setattr(MetricsWriter, "made", note)
+    monkeypatch.setattr(MetricsWriter, "show_step", note)
     words = ["--data.root", str(tiny_set), "--run_dir", str(run_dir), "--log.every_steps", "4"]
     assert main(["pretrain", "--config", str(tiny_config), *words]) == 0
     assert [there[step][1] for step in (4, 6, 7)] == [[], [], [4]]  # asked before the lines of a step's end are written
