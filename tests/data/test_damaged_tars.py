@@ -1,4 +1,4 @@
-"""Tar files that other programs read in part without a word: every picture is read, or the tar is refused by name."""
+"""Tar files that other programs silently read in part: every image is read, or the tar is refused."""
 
 import io
 import logging
@@ -84,7 +84,7 @@ def negative_size(shard: Path) -> None:
 
 
 DAMAGE = [
-    (flip_a_bit_of_a_header, "no sound header"),
+    (flip_a_bit_of_a_header, "not begin with a valid header"),
     (cut_between_samples, "is cut after its last whole member"),
     (cut_inside_a_header, "is cut after its last whole member"),
     (zero_the_tail, "bytes of zeros follow, more than a tar's padding"),
@@ -106,8 +106,7 @@ def test_a_tar_that_ends_before_its_file_does_is_refused(shard: Path, damage, me
     assert message in report.bad[0][1]
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit_of_a_header, zero_a_block])
-def test_check_data_reads_all_that_training_reads_of_a_prepared_set(tmp_path: Path, damage) -> None:
+def test_check_data_reads_all_that_training_reads_of_a_prepared_set(tmp_path: Path) -> None:
     """The index of a prepared set knows where the pictures are: training reads all of them, and so does check-data."""
     write_images(tmp_path / "source/train/c", COUNT, seed=0)
     prepare(str(tmp_path / "source"), tmp_path / "set", progress=False)
@@ -118,7 +117,7 @@ def test_check_data_reads_all_that_training_reads_of_a_prepared_set(tmp_path: Pa
     report = check_data(tmp_path / "set")
     assert report.checked == COUNT
     assert [name for name, _ in report.bad] == [shard.name, "train.index"]
-    assert "no sound header" in report.bad[0][1]
+    assert "not begin with a valid header" in report.bad[0][1]
 
 
 def test_a_label_that_differs_from_the_index_is_named(tmp_path: Path) -> None:

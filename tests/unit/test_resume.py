@@ -225,7 +225,7 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_skipped(
 def test_other_settings_are_refused_though_an_older_checkpoint_has_these(
     good: tuple[Run, dict[int, Content]], tmp_path: Path
 ) -> None:
-    """The newest is sound: to pass it over would lose its work without a word."""
+    """The newest one is sound: skipping it would silently lose its work."""
     run, contents = good
     other = contents[2] | {"config": contents[2]["config"] | {"seed": 5}}
     with pytest.raises(InputError, match="seed: 5 -> 0"):

@@ -1,4 +1,4 @@
-"""The two splits of an evaluation: classes by name, what is said of them, what is refused before anything is encoded."""
+"""The two splits of an evaluation: classes by name, log lines, and what is refused before anything is encoded."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from trainer.evaluate.splits import open_splits, unusable_files
 
 
 def write_shard(path: Path, labels: list[int]) -> None:
-    """A shard of others: pictures with labels, class names nowhere."""
+    """Write a shard with labels and without class names."""
     with tarfile.open(path, "w") as tar:
         for number, label in enumerate(labels):
             picture = BytesIO()
@@ -41,7 +41,7 @@ def place_of(root: Path, train: list[int], val: list[int]) -> Place:
 
 
 def test_a_class_without_test_images_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also the last one, of which shards without class names say nothing."""
+    """The last class as well, which shards without class names do not show."""
     with caplog.at_level(logging.INFO):
         train, test = open_splits(place_of(tmp_path, [0, 0, 1, 2, 2, 2, 3], [0, 2, 2]))
     assert test.labels.tolist() == [0, 2, 2]
