@@ -131,7 +131,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_the_only_one(
     assert finish([first, second]) == [1, 1]
     assert second.output().rstrip().endswith("RuntimeError: the fault that was injected")
     assert "Traceback" not in first.output()
-    assert "this rank ends: another rank is gone or late" in first.output()
+    assert "this rank ends, because another rank is gone or late" in first.output()
 
 
 def test_a_rank_that_is_killed_ends_the_job(two_ranks: Callable[..., list[Started]], tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_key_given_as_a_section_and_dotted_is_refused(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: &a [1]\nb: &b [*a, *a]\nseed: 1", "aliases are not allowed in settings"),
-        ("seed: " + "[" * 3000, "more than 8 brackets"),
+        ("seed: " + "[" * 3000, "more than 8 levels of brackets"),
         ("x: " * 3, "can't read config"),
     ],
 )
