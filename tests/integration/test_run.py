@@ -271,7 +271,7 @@ def test_a_file_without_permission_gives_a_one_line_error(
     monkeypatch.setattr("trainer.metrics._drop_lines_after", refuse)
     assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
     *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"error: {tmp_path / 'run' / 'metrics.jsonl'}: Permission denied: change the rights")
+    assert last.startswith(f"error: {tmp_path / 'run' / 'metrics.jsonl'}: Permission denied: change the permissions")
 
 
 @pytest.mark.parametrize(
