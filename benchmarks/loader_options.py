@@ -29,7 +29,8 @@ from trainer.config_load import load_config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, decoded_bytes
 from trainer.data.formats import decode_rgb
 from trainer.data.index import Index, open_index
-from trainer.data.prepare import Shrink, prepare
+from trainer.data.prepare import prepare
+from trainer.data.shard_writer import Shrink
 from trainer.device import choose_device
 from trainer.errors import BAD_INPUT, DONE, InputError
 from trainer.machine import provenance

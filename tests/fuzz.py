@@ -1,4 +1,4 @@
-"""Damages tar shards and images at random and holds the commands to it: nothing is lost without a word, no image ends a run.
+"""Damages tar shards and images at random and holds the commands to it: nothing is lost silently, no image ends a run.
 
     python -m tests.fuzz [--shards N] [--images N] [--seed S] [--out FILE.json]
 
@@ -102,7 +102,7 @@ def join(rng: random.Random, data: bytes) -> bytes:
 
 
 def set_bytes(rng: random.Random, data: bytes) -> bytes:
-    """In the first 400 bytes, where headers are, as often as elsewhere."""
+    """Choose a place in the first 400 bytes, where headers are, as often as elsewhere."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 2, 4))):
         changed[rng.randrange(min(400, len(data)) if rng.random() < 0.5 else len(data))] = rng.choice(
@@ -153,7 +153,7 @@ def make_shard(rng: random.Random) -> tuple[bytes, Contents]:
 
 
 def read_by_gnu_tar(shard: Path) -> Contents | None:
-    """What it extracts without a complaint; None where it complains."""
+    """Return what it extracts; None if it raises."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(["tar", "-xf", shard, "-C", folder], capture_output=True, check=False, timeout=60)
         if done.returncode or done.stderr:
@@ -165,12 +165,12 @@ def read_by_tarfile(shard: Path) -> Contents | None:
     try:
         with tarfile.open(shard) as tar:
             return {m.name: tar.extractfile(m).read() for m in tar if m.isreg()}  # type: ignore[union-attr]
-    except Exception:  # whatever it raises is a complaint
+    except Exception:  # any error counts
         return None
 
 
 def read_by_this_program(shard: Path) -> Contents | None:
-    """Pictures and labels as training has them; None where check-data names anything."""
+    """Return images and labels as training reads them; None if check-data finds anything wrong."""
     report = check_data(shard.parent, threads=2)
     if report.bad or report.notes:
         return None

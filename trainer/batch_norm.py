@@ -147,8 +147,8 @@ class BatchNormStatistics:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Take back what the block changes: with activation checkpointing, backward runs forwards again, each of which would
-        update the statistics a second time."""
+        """Undo what the block changes: with activation checkpointing, backward runs the forward again, which would update the
+        statistics a second time."""
         after_forward = [flat.clone() for flat in self._flat]
         yield
         for flat, kept in zip(self._flat, after_forward, strict=True):

@@ -1,4 +1,4 @@
-"""TensorBoard's files of a run: the training's in tensorboard/, the evaluator's in tensorboard/eval/."""
+"""Write a run's TensorBoard files: those of the training in tensorboard/, those of the evaluator in tensorboard/eval/."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ GROUPS = {
 
 
 class Board:
-    """Writes for the first rank. A full disk ends no run: the board is given up until the next start, and that is logged."""
+    """Writes the curves, settings and views of a run, on the first rank.
+
+    If a file can't be written, for example to a full disk, this is logged and nothing more is written until the next start."""
 
     def __init__(self, run_dir: Path, first_step: int, config: Config) -> None:
-        """Show the settings as a table. What an earlier start wrote after `first_step` is hidden."""
+        """Open the files and write the settings as a table. What an earlier start wrote after `first_step` is hidden."""
         self._writer: SummaryWriter | None = None
         self._num_views = config.views.num_views
         rows = "".join(f"| {name} | {value} |\n" for name, value in flatten(config).items())
-        with self._unless_it_fails():
+        with self._until_first_failure():
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", first_step + 1)
 
     def draw(self, values: Mapping[str, Any]) -> None:
-        """Add a line of metrics.jsonl to the curves. What is None leaves a gap."""
-        with self._unless_it_fails():
+        """Add a line of metrics.jsonl to the curves. None leaves a gap."""
+        with self._until_first_failure():
             for tag, name in ((f"{group}/{name}", name) for group, names in GROUPS.items() for name in names):
                 if self._writer and values[name] is not None:
                     self._writer.add_scalar(tag, values[name], values["step"])
@@ -48,22 +50,22 @@ class Board:
         views: (d*N, 3, S, S) uint8, view-major."""
         shown = views.unflatten(0, (self._num_views, -1))[:, :_SHOWN_IMAGES]  # (d, n, 3, S, S)
         rows = shown.permute(2, 1, 3, 0, 4).flatten(3, 4).flatten(1, 2)  # (3, n*S, d*S)
-        with self._unless_it_fails():
+        with self._until_first_failure():
             if self._writer:
                 self._writer.add_image("views", rows.cpu(), step)
 
     def close(self) -> None:
-        """Write what is left."""
-        with self._unless_it_fails():
+        """Write what is buffered and close the files."""
+        with self._until_first_failure():
             if self._writer:
                 self._writer.close()
 
     @contextmanager
-    def _unless_it_fails(self) -> Iterator[None]:
+    def _until_first_failure(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # also one of its writing thread, which ends by it
-            _log.error("can't write TensorBoard's files: %s; no more of them until the next start", error.strerror)
+        except OSError as error:  # the writer raises errors of its thread here as well
+            _log.error("can't write TensorBoard files: %s; none are written until the next start", error.strerror)
             self._writer = None
 
 

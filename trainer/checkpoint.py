@@ -39,9 +39,9 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_
     """Write the checkpoint of content["step"]; once it is safely in place, delete those before it but for the newest
     `keep_last` (this one counts) and those of `kept_steps`.
 
-    The folder is made where only it is missing. Raises OSError where the file can't be written (it leaves nothing then, and
-    what was there before stays), TrainingFailedError for weights or moments that are not finite (the same), TypeError for
-    content that is neither tensors nor plain values."""
+    The folder is made if missing, but not its parents. Raises OSError if the file can't be written and TrainingFailedError for
+    weights or moments that are not finite (the older checkpoints stay untouched), TypeError for content that is neither tensors
+    nor plain values."""
     broken = first_not_finite({name: content.get(name) for name in ("model", "optimizer")}, "checkpoint")
     if broken:
         raise TrainingFailedError(
@@ -65,7 +65,7 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_
 
 
 def _delete(path: Path) -> None:
-    """What can't be deleted costs room on the disk, and nothing else."""
+    """Delete an old file; a failure only costs disk space, so it is only logged."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -81,8 +81,10 @@ def _write(content: dict[str, Any], file: BinaryIO) -> None:
 
 
 class _NeverFails:
-    """torch's zip writer makes an OSError (a full disk) a RuntimeError about positions in the file. So it is not shown any:
-    the first one is kept, and what comes after is dropped. A buffer in memory instead takes 1.7 times as long (229 MB)."""
+    """Keeps the first OSError of a file and drops what is written after it.
+
+    torch's zip writer would turn an OSError (a full disk) into a RuntimeError about positions in the file. Writing to a buffer
+    in memory instead takes 1.7 times as long (229 MB)."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -145,8 +147,8 @@ def _feed(digest: Any, value: Any, path: tuple[Any, ...]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of one file, on the CPU. Raises InputError where it is missing, broken, of another format, or not what was
-    saved."""
+    """Load one file to the CPU. Raises InputError if it is missing, damaged, of another format, not what was saved, or holds
+    numbers that are not finite."""
     if not path.is_file():
         raise InputError(f"no checkpoint {path}")
     try:
@@ -169,7 +171,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """Content and its digest."""
+    """Return the content and its digest."""
     with path.open("rb") as file:
         if not zipfile.is_zipfile(file):  # torch would take it for its format of before 2020 and fail in many ways
             raise InputError(f"can't read checkpoint {path}: it is cut off, damaged or not one")
@@ -188,10 +190,10 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def load_newest(folder: Path, check: Callable[[dict[str, Any]], None] = lambda content: None) -> dict[str, Any] | None:
-    """The newest checkpoint that can be used; others are named with the reason and passed over. None where there is none at
-    all. check: raises InputError where the content can't be used.
+    """Load the newest usable checkpoint; log each newer one that is skipped, and why. None if there are no checkpoints.
 
-    Raises InputError where there are files but not one can be used: starting afresh would overwrite what may be saved."""
+    check: raises InputError if the content can't be used. Raises InputError if there are files but none is usable: a fresh
+    start would overwrite work that may still be recovered."""
     found = list_checkpoints(folder)
     reasons = []
     for _, path in reversed(found):
@@ -201,7 +203,7 @@ def load_newest(folder: Path, check: Callable[[dict[str, Any]], None] = lambda c
             return content
         except InputError as error:
             reasons.append(str(error))
-            _log.warning("passed over %s: %s", path.name, error)
+            _log.warning("skipped %s: %s", path.name, error)
     if found:
         raise InputError(
             f"none of the {len(found)} checkpoints in {folder} can be used. The newest: {reasons[0]}\n"
@@ -211,7 +213,7 @@ def load_newest(folder: Path, check: Callable[[dict[str, Any]], None] = lambda c
 
 
 def choose_checkpoint(run_dir: Path, which: str) -> Path:
-    """The file that `which` names: "last", a step's number, or a path. Raises InputError where there is none."""
+    """Return the file that `which` names: "last", a step, or a path. Raises InputError if there is none."""
     found = list_checkpoints(run_dir / "checkpoints")
     if which == "last":
         if not found:

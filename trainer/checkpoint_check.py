@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds can be used. Its digest tells only that it is what was saved."""
+"""Check whether the content of a checkpoint can be used; its digest only shows that it is what was saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.optimizer import build_optimizer
 
 
 def first_difference(found: Any, wanted: Any, where: str) -> str | None:
-    """In words, where `found` is not built like `wanted`; None where it is.
+    """Describe the first difference in structure between `found` and `wanted`; None if there is none.
 
     wanted: nested dicts of tensors, whose dtype and shape count, and of types, which the values must have. Keys of `found` that
     are not in `wanted` count as well."""
@@ -38,7 +38,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def first_not_finite(value: Any, where: str) -> str | None:
-    """The name of the first tensor in nested dicts and lists that holds NaN or an infinity; None where all are sound."""
+    """Return the name of the first tensor in nested dicts and lists that holds NaN or infinity; None if all are finite."""
     if isinstance(value, Tensor):
         return None if bool(value.isfinite().all()) else where
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -46,7 +46,8 @@ def first_not_finite(value: Any, where: str) -> str | None:
 
 
 def wanted_moments(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> dict[int, dict[str, Any]]:
-    """What the state of an optimizer of this config holds after an update: tensors of these shapes, by parameter."""
+    """Return what the state of an optimizer of this config must hold after an update: tensors on the meta device, by
+    parameter."""
     trial = nn.utils.skip_init(nn.Linear, 1, 1, bias=False)  # draws no random numbers
     example = build_optimizer(trial, config, torch.device("cpu"))
     trial.weight.grad = torch.zeros_like(trial.weight)

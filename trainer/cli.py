@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ def _main(words: Words | None) -> int:
     if words[0] == "--version":
         print(f"wmse {trainer.__version__}")
         return DONE
-    # threads of OpenMP that spin while they wait take the cores from DALI's; must be set before torch is loaded
+    # OpenMP threads that spin while they wait take cores away from DALI's threads; must be set before torch is loaded
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _check_own_packages()
@@ -45,7 +44,7 @@ def _main(words: Words | None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of the output closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
     except OSError as error:
@@ -66,7 +65,7 @@ def _overview() -> str:
 
 
 def _check_own_packages() -> None:
-    """`kernels` and `trainer` are common names: another package of that name must not be taken for ours."""
+    """Raise InputError if another package named `kernels`, which is a common name, was imported instead of ours."""
     import kernels
 
     ours, theirs = Path(trainer.__file__).parents[1], Path(kernels.__file__).parents[1]
@@ -78,6 +77,7 @@ def _check_own_packages() -> None:
 
 
 def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
+    """The parser of a command, named and described after its function."""
     name = command.__name__.replace("_", "-")
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(
@@ -86,7 +86,7 @@ def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
 
 
 def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple[argparse.Namespace, list[str]]:
-    """A command's own options, and the rest, which are settings; --help lists both."""
+    """Split the words into a command's own options and the rest, which are settings; --help lists both."""
     if "--help" in words or "-h" in words:
         from jsonargparse import ArgumentParser
 
@@ -115,7 +115,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _number_of_ranks(own: argparse.Namespace) -> int:
-    """--ranks, 1 where it is not given."""
+    """The value of --ranks, 1 if it is not given. Raises InputError if it is below 1."""
     if own.ranks is not None and own.ranks < 1:
         raise InputError(f"--ranks is {own.ranks}: give at least 1")
     return own.ranks or 1
@@ -126,9 +126,9 @@ def pretrain(words: Words) -> int:
     parser = _parser(pretrain)
     _add_config(parser)
     parser.add_argument(
-        "--dry_run", action="store_true", help="say what the run would do (steps, rate, slices, memory), and stop"
+        "--dry_run", action="store_true", help="print what the run would do (steps, rate, slices, memory) and stop"
     )
-    parser.add_argument("--ranks", type=int, metavar="R", help="ranks that the dry run counts on (default 1)")
+    parser.add_argument("--ranks", type=int, metavar="R", help="number of ranks that the dry run assumes (default 1)")
     own, settings = _parse_with_settings(parser, words)
     from trainer.signals import stop_on_signals
 
@@ -139,7 +139,8 @@ def pretrain(words: Words) -> int:
 def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> int:
     from trainer.config_load import load_settings
 
-    (config, sources), ranks = load_settings(own.config, settings), _number_of_ranks(own)
+    config, sources = load_settings(own.config, settings)
+    ranks = _number_of_ranks(own)
     if own.dry_run:
         from trainer.describe import dry_run
 
@@ -153,9 +154,8 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
     from trainer.loop import pretrain as run
 
     try:
-        return int(
-            record(run)(config, stop, sources) or DONE
-        )  # under torchrun the first traceback then ends the job's log
+        # `record`: under torchrun the traceback of the first rank to fail then ends the job's log
+        return int(record(run)(config, stop, sources) or DONE)
     except TrainingFailedError as error:
         logging.getLogger(__name__).error("%s", error)
         return FAILED
@@ -163,9 +163,9 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
 
 def launch(words: Words) -> int:
     """Start a pre-training run on all GPUs of this machine, or submit it to SLURM; checks everything first."""
-    parser = _parser(launch)
     from trainer.cluster.cli import add_launch_arguments, run_launch
 
+    parser = _parser(launch)
     add_launch_arguments(parser)
     own, rest = _parse_with_settings(parser, words)
     return run_launch(own, rest)
@@ -176,7 +176,7 @@ def stop(words: Words) -> int:
     parser = _parser(stop)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, or of an array's runs")
     parser.add_argument(
-        "--wait_seconds", type=float, default=120.0, metavar="S", help="how long to wait until it has (default 120)"
+        "--wait_seconds", type=float, default=120.0, metavar="S", help="how long to wait for it to stop (default 120)"
     )
     own = parser.parse_args(words)
     from trainer.cluster.runs import find_runs
@@ -192,9 +192,9 @@ def preview(words: Words) -> int:
     parser = _parser(preview)
     _add_config(parser)
     parser.add_argument(
-        "--out", type=Path, default=Path("preview.png"), metavar="PNG", help="where (default preview.png)"
+        "--out", type=Path, default=Path("preview.png"), metavar="PNG", help="file to write (default preview.png)"
     )
-    parser.add_argument("--images", type=int, default=8, metavar="N", help="images, a row each (default 8)")
+    parser.add_argument("--images", type=int, default=8, metavar="N", help="number of images, one a row (default 8)")
     own, settings = _parse_with_settings(parser, words)
     from trainer.config_load import load_config
     from trainer.preview import write_preview
@@ -203,70 +203,28 @@ def preview(words: Words) -> int:
     return DONE
 
 
-def _evaluation(command: Callable[[Words], int], words: Words) -> int:
-    """The three commands that measure a run differ in what they measure."""
+def _evaluation(command: Callable[[Words], int], words: Words, measures: Words) -> int:
+    from trainer.evaluate.cli import add_evaluation_arguments, evaluate_run
+
     parser = _parser(command)
-    run = parser.add_mutually_exclusive_group(required=True)
-    run.add_argument("--run_dir", type=Path, metavar="DIR", help="folder of the pre-training run")
-    run.add_argument(
-        "--follow",
-        type=Path,
-        metavar="DIR",
-        help="the same, but measure each checkpoint as it appears until the run is over",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="WHICH",
-        help="last (the default), a step, a file, random (the untrained encoder) or pixels (no encoder)",
-    )
-    parser.add_argument(
-        "--poll_seconds", type=float, metavar="S", help="with --follow: time between two looks (default 20)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="a new file for the results (JSON), instead of files in DIR/eval"
-    )
+    add_evaluation_arguments(parser)
     own, settings = _parse_with_settings(parser, words)
-    measures = {"probe": ("linear",), "knn": ("knn",), "evaluate": ("linear", "knn")}[command.__name__]
-    if own.follow is not None:
-        return _follow(own, settings, measures)
-    if own.poll_seconds is not None:
-        raise InputError("--poll_seconds is for --follow DIR: give that instead of --run_dir")
-    from trainer.evaluate.run import run_evaluation
-
-    run_evaluation(own.run_dir, own.checkpoint or "last", settings, measures, own.out)
-    return DONE
-
-
-def _follow(own: argparse.Namespace, settings: Words, measures: Words) -> int:
-    if own.checkpoint is not None:
-        raise InputError("--checkpoint is for --run_dir: --follow takes every checkpoint")
-    if own.out is not None:
-        raise InputError("--out is for --run_dir: --follow keeps its results in DIR/eval, where it looks for them")
-    poll_seconds = 20.0 if own.poll_seconds is None else own.poll_seconds
-    if not 0 < poll_seconds < math.inf:
-        raise InputError(f"--poll_seconds is {poll_seconds:g}: give a time above 0")
-    from trainer.signals import stop_on_signals
-
-    with stop_on_signals():  # nothing to save: a signal ends the process at once with 75, which asks for a new start
-        from trainer.evaluate.follow import follow_run
-
-        follow_run(own.follow, settings, measures, poll_seconds)
-    return DONE
+    return evaluate_run(own, settings, measures)
 
 
 def probe(words: Words) -> int:
-    """Measure a run's encoder by the linear probe, raw and standardised features."""
-    return _evaluation(probe, words)
+    """Measure a run's encoder by the linear probe, on raw and on standardised features."""
+    return _evaluation(probe, words, ["linear"])
 
 
 def knn(words: Words) -> int:
     """Measure a run's encoder by its nearest neighbours."""
-    return _evaluation(knn, words)
+    return _evaluation(knn, words, ["knn"])
 
 
 def evaluate(words: Words) -> int:
-    """Both of probe and knn, on features computed once."""
-    return _evaluation(evaluate, words)
+    """Measure both as probe and knn do, on features computed once."""
+    return _evaluation(evaluate, words, ["linear", "knn"])
 
 
 def status(words: Words) -> int:
@@ -279,7 +237,7 @@ def status(words: Words) -> int:
         metavar="RUN",
         help="run folders, or folders of run folders (default: all in ./runs)",
     )
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of the table")
     own = parser.parse_args(words)
     from trainer.cluster.status import show_status
 
@@ -289,65 +247,20 @@ def status(words: Words) -> int:
 
 def prepare(words: Words) -> int:
     """Make tar shards with an index from an image folder or a named set."""
-    parser = _parser(prepare)
-    parser.add_argument(
-        "source", metavar="SOURCE", help="an image folder in ImageNet's layout, or fashion-mnist, cifar10, ..."
-    )
-    parser.add_argument("dest", type=Path, metavar="DEST", help="folder to make")
-    parser.add_argument(
-        "--max_side",
-        type=int,
-        metavar="PIXELS",
-        help="make larger pictures so small, as JPEG: faster to read and decode, other pixels (default: all as they are)",
-    )
-    parser.add_argument("--quality", type=int, metavar="Q", help="of those JPEGs, 1 to 100 (default 90)")
-    parser.add_argument(
-        "--classes",
-        type=Path,
-        metavar="FILE",
-        help="take only the classes listed there, one folder's name a line (configs/imagenet100_classes.txt)",
-    )
-    parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="only these (default: all that SOURCE has)")
-    own = parser.parse_args(words)
-    from trainer.data.prepare import Shrink
-    from trainer.data.prepare import prepare as prepare_set
+    from trainer.data.cli import add_prepare_arguments, run_prepare
 
-    if own.quality is not None and own.max_side is None:
-        raise InputError("--quality is of pictures made smaller: give --max_side PIXELS, too")
-    shrink = None if own.max_side is None else Shrink(own.max_side, 90 if own.quality is None else own.quality)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare_set(own.source, own.dest, splits=own.splits, shrink=shrink, classes=own.classes)
-    return DONE
+    parser = _parser(prepare)
+    add_prepare_arguments(parser)
+    return run_prepare(parser.parse_args(words))
 
 
 def check_data(words: Words) -> int:
     """Decode every image that training would read and name each that it can't; exit code 1 if there is one."""
-    parser = _parser(check_data)
-    parser.add_argument("path", type=Path, metavar="PATH", help="prepared set, tar shards, image folder")
-    parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="only these (default: all)")
-    parser.add_argument(
-        "--max_image_pixels", type=int, metavar="N", help="largest image, as data.max_image_pixels of a config"
-    )
-    parser.add_argument("--max_classes", type=int, metavar="N", help="largest number of classes, as data.max_classes")
-    own = parser.parse_args(words)
-    from trainer.config import DataConfig
-    from trainer.data.check import check_data as check
+    from trainer.data.cli import add_check_arguments, run_check
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    report = check(
-        own.path,
-        splits=own.splits,
-        progress=True,
-        limits=DataConfig(
-            max_image_pixels=own.max_image_pixels or DataConfig.max_image_pixels,
-            max_classes=own.max_classes or DataConfig.max_classes,
-        ),
-        say=lambda name, problem: print(f"{name}: {problem}", flush=True),
-    )
-    for line in (*report.splits, *(f"note: {note}" for note in report.notes)):
-        print(line)
-    print(f"{report.checked} files, {len(report.bad)} bad, {report.converted} valid but unusual (converted when read)")
-    return FAILED if report.bad else DONE
+    parser = _parser(check_data)
+    add_check_arguments(parser)
+    return run_check(parser.parse_args(words))
 
 
 def bench(words: Words) -> int:

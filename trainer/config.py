@@ -1,13 +1,14 @@
-"""What a run is: strict, read-only dataclasses, one section a part of the program. `config_check` has what must hold.
+"""The settings of a run: strict, read-only dataclasses, one section for each part of the program.
+
+`config_check` checks ranges and combinations.
 
 Units stand in the names: `..._steps`, `..._epochs`, `..._minutes`. Epochs become steps once, in `trainer.schedule`.
-Derived numbers (images a rank, steps an epoch) are no settings; `trainer.loop` computes and prints them.
+Derived numbers (images a rank, steps an epoch) are not settings; `trainer.run_plan` computes them for the log.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,8 +20,8 @@ class DataConfig:
     root: str = ""
     """Folder of the set: one made by `wmse prepare`, or an image folder in ImageNet's layout."""
     expected_images: int = 0
-    """Training images that the recipe counts on; another number is said aloud. A dry run takes it where the set is not
-    there. 0: any number."""
+    """Training images that the recipe expects; a warning is logged if the set has another number. A dry run
+    without data.root and `wmse launch --data_on_nodes` take this number. 0: any number."""
     train_split: str = "train"
     """Split that is trained on."""
     probe_split: str = ""
@@ -42,15 +43,15 @@ class DataConfig:
     hw_decoder_load: float = 0.65
     """Share of the JPEGs that a GPU's hardware decoder takes, 0..1, where it has one."""
     decoder_hint: tuple[int, int] = (0, 0)
-    """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: as they come."""
+    """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: unknown."""
     max_image_pixels: int = 100_000_000
-    """Largest image, height x width, pixels: a small file may claim any size, and each pixel takes 3 bytes when decoded. Larger
-    images are replaced as unusable ones."""
+    """Largest number of pixels of an image, height x width: a small file may claim any size, and a decoded pixel takes 3 bytes.
+    Larger images count as unusable and are replaced."""
     max_classes: int = 100_000
-    """Largest number of classes that the labels of tar shards may count, where no dataset.json names them."""
+    """Largest number of classes in tar shards whose classes no dataset.json names."""
     max_bad_share: float = 0.01
     """Largest share of unusable images, 0..1, before the run stops: of the set (from 10 bad images on), or of those that
-    this rank read (from 100 found on). 0: the tenth stops it; 1: only a set without a usable image does."""
+    this rank read (from 100 found on). 0: the tenth bad image stops the run; 1: only a set without usable images does."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,8 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Length of the linear warm-up, in steps (give this or warmup_epochs)."""
     warmup_from: Literal["zero", "first_step"] = "zero"
-    """Where the warm-up begins. zero: the first update has rate 0, the one after the warm-up the peak (SimCLR). first_step: the
-    rate is one update ahead of that, so that the last update of the warm-up has the peak (the W-MSE authors' code)."""
+    """Rate of the first update. zero: 0; the first update after the warm-up has the peak (SimCLR). first_step:
+    peak/warmup_steps; the last update of the warm-up has the peak (the W-MSE authors' code)."""
     schedule: Literal["cosine", "drops"] = "cosine"
     """cosine: half a cosine from the peak to 0 after the warm-up. drops: constant, then multiplied by drop_factor at
     each of drop_epochs_before_end."""
@@ -223,7 +224,7 @@ class LogConfig:
     tensorboard: bool = True
     """Write TensorBoard event files to RUN_DIR/tensorboard."""
     stall_seconds: float = 60.0
-    """Say that the run stands still, and what it waits for, when nothing happened for this long."""
+    """Warn that the run stands still, and what it waits for, after this time without progress, seconds."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,8 @@ class EvaluateConfig:
     images_per_batch: int = 256
     """Images a rank encodes at a time."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "fp32"
-    """In which the encoder computes the features that are measured, whatever it was trained in; auto: bf16 where the device
-    multiplies it fast, else fp32."""
+    """Precision in which the encoder computes the features, whatever it was trained in; auto: bf16 if the device is fast in it,
+    else fp32."""
     probe_epochs: int = 500
     """Epochs of the linear probe."""
     probe_batch_size: int = 1000
@@ -246,8 +247,8 @@ class EvaluateConfig:
     probe_weight_decay: float = 5e-6
     """L2 weight decay of the probe."""
     knn_k: int = 5
-    """Neighbours that vote, at most as many as there are labelled training images; Euclidean distance on the features as
-    they are, ties to the smallest label."""
+    """Number of neighbours that vote, at most the number of labelled training images; Euclidean distance on unscaled features,
+    ties to the smallest label."""
 
 
 @dataclass(frozen=True)
@@ -293,12 +294,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-
-
-def peak_learning_rate(config: Config) -> float:
-    """The rate after warm-up, by the config's rule."""
-    o = config.optimizer
-    return o.learning_rate * (math.sqrt(config.data.images_per_step) if o.learning_rate_rule == "sqrt" else 1.0)
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, object]:

@@ -10,29 +10,22 @@ from trainer.errors import InputError
 
 # settings, or beginnings of their names, that may change between restarts without changing what is learnt
 _FREE = (
-    *("run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "stop_timeout_seconds"),
-    *("max_idle_restarts", "allow_idle_ranks", "compile", "cuda_graphs", "data.root", "data.expected_images"),
-    *("data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps", "data.prefetch_batches"),
-    *("data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint", "data.max_bad_share", "data.max_classes"),
-    *(
-        "views.test_resize",
-        "model.activation_checkpointing",
-        "loss.max_failed_steps",
-        "loss.backend",
-        "checkpoint.",
-        "log.",
-        "evaluate.",
-    ),
-)
+    "run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "stop_timeout_seconds",
+    "max_idle_restarts", "allow_idle_ranks", "compile", "cuda_graphs",
+    "data.root", "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
+    "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint", "data.max_bad_share",
+    "data.max_classes", "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",
+    "checkpoint.", "log.", "evaluate.",
+)  # fmt: skip
 
 
 def plain_settings(config: Config) -> dict[str, Any]:
-    """All settings by dotted name, as a checkpoint holds them: a safe load gives lists, not tuples."""
+    """Return all settings by dotted name, as a checkpoint holds them: a safe load gives lists, not tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}
 
 
 def changed_settings(config: Config, then: dict[str, Any]) -> list[str]:
-    """Settings that shape the result and are not what they were, as "key: before -> now".
+    """List the settings that shape the result and have changed, as "key: before -> now".
 
     then: as `plain_settings` gives them; a setting that is missing there is newer, and had its default.
     """
@@ -45,7 +38,7 @@ def changed_settings(config: Config, then: dict[str, Any]) -> list[str]:
 
 
 def refuse_changes(run_dir: Path, changed: list[str]) -> None:
-    """Raises InputError that lists what changed, if anything did."""
+    """Raise InputError that lists what changed, if anything did."""
     if changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise InputError(

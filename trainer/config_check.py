@@ -96,9 +96,9 @@ def _ranges(config: Config) -> list[str]:
         if not all(map(math.isfinite, numbers)):
             problems.append(f"{key} is {value}: give a finite number")
         if least is not None and any(n < least for n in numbers):
-            problems.append(f"{key} is {value}: it must be at least {least:g}")
+            problems.append(f"{key} is {value}: it must be at least {least:.12g}")
         if most is not None and any(n > most for n in numbers):
-            problems.append(f"{key} is {value}: it must be at most {most:g}")
+            problems.append(f"{key} is {value}: it must be at most {most:.12g}")
     return problems
 
 

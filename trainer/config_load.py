@@ -1,8 +1,8 @@
-"""From YAML and `--section.key value` to a checked Config, and back to YAML.
+"""Load a checked Config from YAML files and `--section.key value`, and save it as YAML.
 
-A value is taken as the text that stands in the file or on the command line, so that both give the same; jsonargparse
-converts it to the setting's type by the rules of YAML 1.2 (010 is ten; no, off and 1:30 are text) and writes the help. No
-environment variable changes a setting.
+A value is read as text from a file as from the command line, so that both give the same result; jsonargparse converts it to
+the setting's type by the rules of YAML 1.2 (010 is ten; no, off and 1:30 are text) and writes the help. No environment
+variable changes a setting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ is the home
 
 
 class _Word(NamedTuple):
-    """--KEY=TEXT, and the file that it stands in, or the command line."""
+    """A setting as text. source: the file that it is from, or COMMAND_LINE."""
 
     key: str
     text: str
@@ -36,21 +36,21 @@ class _Word(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """A config, and where each of its values came from: a file, the command line, or the default."""
+    """A config and the source of each value by dotted name: a file, COMMAND_LINE or DEFAULT."""
 
     config: Config
     sources: dict[str, str]
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
-    """One option for each setting, with its docstring as help."""
+    """Add an option for each setting, with its docstring as help."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser.add_class_arguments(Config, fail_untyped=True)
 
 
 def load_config(path: Path | Sequence[Path] | None, overrides: Iterable[str]) -> Config:
-    """The settings of YAML files, a later one over those before it, then `overrides` (command-line words) over them; what
-    none of them names keeps its default. A file may be the name of a recipe in configs/.
+    """Load the settings of YAML files, a later file over those before it, and `overrides` (command-line words) over them all.
+    Other settings keep their defaults. A file may be the name of a recipe in configs/.
 
     Raises InputError listing every problem at once, each with its file: unknown keys with the nearest known one, keys given
     twice, values of the wrong type, and what `config_check` finds.
@@ -59,7 +59,7 @@ def load_config(path: Path | Sequence[Path] | None, overrides: Iterable[str]) ->
 
 
 def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) -> Settings:
-    """As `load_config`, with the source of each value."""
+    """Load as `load_config` does, and return the source of each value as well."""
     problems: list[str] = []
     words: list[_Word] = []
     for file in [path] if isinstance(path, Path) else path or []:
@@ -78,7 +78,8 @@ def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) 
 
 
 def find_config(path: Path) -> Path:
-    """The file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`."""
+    """Return the file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`. Raises InputError if there is
+    neither."""
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     recipes = shipped_folder("configs")
@@ -91,36 +92,38 @@ def find_config(path: Path) -> Path:
 
 
 def save_config(config: Config, path: Path, sources: Mapping[str, str] | None = None) -> None:
-    """The resolved settings as YAML that `load_config` reads; behind each value stands where it came from, if `sources` say."""
+    """Save the resolved settings as YAML that `load_config` reads. sources: written as a comment behind each value."""
     lines = []
     for key, value in flatten(config).items():
         section, _, name = key.rpartition(".")
         if section and f"{section}:" not in lines:
             lines.append(f"{section}:")
-        text = yaml.safe_dump(
-            list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=1 << 20
-        )
+        indent = "  " if section else ""
         source = f"  # {sources[key]}" if sources else ""
-        lines.append(
-            f"{'  ' * bool(section)}{name}: {text.removesuffix(chr(10)).removesuffix(chr(10) + '...')}{source}"
-        )
+        lines.append(f"{indent}{name}: {_as_yaml(list(value) if isinstance(value, tuple) else value)}{source}")
     write_text(path, "\n".join(lines) + "\n")
 
 
+def _as_yaml(value: Any) -> str:
+    """Write a plain value, or a list of them, without the marks that end a YAML document."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def describe_sources(config: Config, sources: Mapping[str, str]) -> str:
-    """Which files the settings come from, in their order, and what the command line changed, in words."""
+    """Name the files that the settings come from, in order, and the settings of the command line, in one line."""
     files = dict.fromkeys(source for source in sources.values() if source not in (COMMAND_LINE, DEFAULT))
     changed = [f"{key}={value}" for key, value in flatten(config).items() if sources.get(key) == COMMAND_LINE]
     return f"settings from {', then '.join(files) or 'no file'}; on the command line: {', '.join(changed) or 'none'}"
 
 
 def _file_words(path: Path, problems: list[str]) -> list[_Word]:
-    """The settings of a file as command-line words, so that both go through one conversion."""
+    """Read the settings of a file as words, so that they are converted as those of the command line."""
     own_problems: list[str] = []
     words = [_Word(key, text, str(path)) for key, text in _words_of(read_yaml(path), "", own_problems)]
     keys = [word.key for word in words]
     twice = sorted({key for key in keys if keys.count(key) > 1})
-    own_problems += [f"{key} stands twice: in its section and as a dotted key" for key in twice]
+    own_problems += [f"{key} is given twice: in its section and as a dotted key" for key in twice]
     problems += [f"{path}: {problem}" for problem in own_problems]
     return words
 
@@ -146,13 +149,15 @@ def _as_text(value: Any) -> str:
 
 
 def _override_words(words: Iterable[str], problems: list[str]) -> Iterator[_Word]:
-    """`--key value` and `--key=value`; what is neither is a problem."""
+    """Yield the settings among `--key value` and `--key=value`; anything else becomes a problem."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("--"):
-            problems.append(f"{COMMAND_LINE}: {word!r} stands alone: settings are given as --section.key value")
+            problems.append(
+                f"{COMMAND_LINE}: {word!r} does not belong to a setting: give settings as --section.key value"
+            )
             continue
         name = name[2:]
         if not equals:
@@ -174,7 +179,7 @@ def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> d
     try:
         return _flat(parse(words), problems)
     except (ArgumentError, yaml.YAMLError):
-        for word in words:  # which one it was, and whether there are more
+        for word in words:  # one by one, to name every wrong one
             try:
                 parse([word])
             except (ArgumentError, yaml.YAMLError) as error:
@@ -183,13 +188,13 @@ def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> d
 
 
 def _plain_value(word: _Word) -> str:
-    """The value in a spelling that every reader of YAML takes alike. Raises yaml.YAMLError for text instead of a number."""
+    """Rewrite the value so that YAML 1.1 and 1.2 read it alike. Raises yaml.YAMLError for text instead of a number."""
     if isinstance(flatten(Config())[word.key], str):
         return word.text
     value = read_value(word.text)
     if any(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
         raise yaml.YAMLError(f"{word.text} is text")
-    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).partition("\n")[0]
+    return _as_yaml(value)
 
 
 def _type_problem(word: _Word, message: str) -> str:
@@ -216,7 +221,7 @@ def _flat(namespace: Namespace, problems: list[str]) -> dict[str, Any]:
 
 
 def _build(flat: dict[str, Any]) -> Config:
-    """A Config from values by dotted name."""
+    """Build a Config from values by dotted name."""
     sections: dict[str, Any] = {}
     for f in dataclasses.fields(Config):
         if dataclasses.is_dataclass(f.default_factory):

@@ -1,4 +1,4 @@
-"""Which setting or option was meant by a name that there is none of."""
+"""Suggest what an unknown setting or option may have meant."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _MEANT = {name: key for key, names in _ELSEWHERE.items() for name in names.split
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """`: did you mean X?`, or nothing where no name is near."""
+    """Return `: did you mean X?` for the most similar name, or an empty text if none is similar."""
     near = difflib.get_close_matches(name, list(names), 1, 0.6)
     return f": did you mean {near[0]}?" if near else ""
 
 
 def unknown_setting(name: str) -> str:
-    """A message that names the setting which is spelt alike, ends alike or has this name in other programs."""
+    """Return a message that suggests the setting with a similar spelling, the same ending or this name in other programs."""
     plain = name.replace("-", "_").lower()
     section, _, last = plain.rpartition(".")
     same_end = [key for key in KEYS if key.rpartition(".")[2] == last]

@@ -1,4 +1,4 @@
-"""Reads YAML so that nothing is guessed: files as text, values by the core schema of YAML 1.2."""
+"""Read YAML without surprises: files as text, values by the core schema of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from trainer.errors import InputError
 
-_MOST_NESTED = 8  # brackets in brackets of a file; settings need 2
+_MAX_NESTING = 8  # of brackets or sections; settings need 2
 _NUMBER = list("-+.0123456789")
 _FLOAT = (
     r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
@@ -19,11 +19,12 @@ _FLOAT = (
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file, each value as the text that stands there, or None. Raises InputError if there is no
-    mapping, if a key stands in it twice, or for aliases and brackets in brackets without end."""
+    """Read the mapping in a YAML file, each value as the text in the file, or None.
+
+    Raises InputError if the file can't be read or holds no mapping, and for duplicate keys, aliases and deep nesting."""
     try:
         text = path.read_text(encoding="utf-8")
-        _refuse_endless(text)
+        _refuse_aliases_and_nesting(text)
         tree = yaml.load(text, _TextLoader)  # noqa: S506 (a SafeLoader)
     except FileNotFoundError:
         raise InputError(f"no config file {path}") from None
@@ -37,13 +38,13 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def read_value(text: str) -> Any:
-    """A number, true or false, None, a list of them, or else text. Raises yaml.YAMLError."""
-    _refuse_endless(text)
+    """Parse a number, true or false, null, a list of them, or else text. Raises yaml.YAMLError."""
+    _refuse_aliases_and_nesting(text)
     return yaml.load(text, _CoreLoader)  # noqa: S506 (a SafeLoader)
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Every value as the text that stands in the file; a key stands once."""
+    """Loads every value as the text in the file; refuses duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (as the base class has it)
 
@@ -52,13 +53,13 @@ class _TextLoader(yaml.SafeLoader):
         twice = [key for i, key in enumerate(keys) if key in keys[:i]]
         if twice:
             raise yaml.constructor.ConstructorError(
-                None, None, f"key {twice[0]!r} stands twice{node.start_mark}", node.start_mark
+                None, None, f"key {twice[0]!r} is given twice{node.start_mark}", node.start_mark
             )
         return super().construct_mapping(node, deep)
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """The core schema of YAML 1.2; PyYAML's own rules, of 1.1, take 010 for eight, 1:30 for ninety and no for false."""
+    """Loads by the core schema of YAML 1.2; PyYAML's own rules (1.1) read 010 as eight, 1:30 as ninety and no as false."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
@@ -78,12 +79,12 @@ for _tag, _pattern, _first in (
 _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_int)
 
 
-def _refuse_endless(text: str) -> None:
-    """Raises yaml.YAMLError for what would take no end to read: aliases of aliases, brackets in brackets."""
+def _refuse_aliases_and_nesting(text: str) -> None:
+    """Raise yaml.YAMLError for what could take for ever to read: aliases of aliases, deeply nested brackets."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"aliases are not used in settings: write the value instead of *{event.anchor}")
-        if depth > _MOST_NESTED:
-            raise yaml.YAMLError(f"more than {_MOST_NESTED} brackets or sections inside each other")
+            raise yaml.YAMLError(f"aliases are not allowed in settings: write the value instead of *{event.anchor}")
+        if depth > _MAX_NESTING:
+            raise yaml.YAMLError(f"more than {_MAX_NESTING} levels of brackets or sections")

@@ -1,4 +1,4 @@
-"""Says at the start, or in a dry run, what a run is going to do: steps, rate, slices, memory."""
+"""Describe at the start, or in a dry run, what a run is going to do: steps, rate, slices, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.config_load import describe_sources
 from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.shards import list_shards
-from trainer.device import autocast_dtype
+from trainer.device import PRECISION_NAMES, autocast_dtype
 from trainer.errors import InputError
 from trainer.geometry import micro_batches
 from trainer.model import Model
@@ -27,7 +27,7 @@ from trainer.run_plan import check_set_size, plan_lines, plan_warnings
 from trainer.setup import Run
 
 _log = logging.getLogger(__name__)
-_COUNTED_IMAGES = 2  # of which the dry run counts a forward, and of twice as many
+_COUNTED_IMAGES = 2  # the dry run counts a forward of this many images and one of twice as many
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Memory:
     state: int
     """Weights, gradients and moments."""
     copies: int
-    """What backward keeps whatever the number of views: mostly the weights in autocast's type."""
+    """What backward keeps independently of the number of views: mostly the weights in autocast's type."""
     activations_per_view: int
-    """What backward keeps of each view without compiling; fused it is less."""
+    """What backward keeps of each view in eager mode; a compiled model keeps less."""
     views: int
 
     @property
     def total(self) -> int:
-        """All of it, without the caching allocator's slack."""
+        """The sum, without the overhead of the caching allocator."""
         return self.state + self.copies + self.activations_per_view * self.views
 
 
@@ -53,11 +53,9 @@ def describe_run(run: Run) -> None:
     if run.sources:
         _log.info("%s", describe_sources(run.config, run.sources))
     _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, run.device)
-    dtype = autocast_dtype(run.config, run.device)
-    precision = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast with a scaled loss"}[
-        dtype
-    ]
-    _log.info("encoder and projector in %s, whitening and loss in float32", precision)
+    precision = PRECISION_NAMES[autocast_dtype(run.config, run.device)]
+    scaled = " with a scaled loss" if run.step.loss_scale else ""
+    _log.info("encoder and projector in %s%s, whitening and loss in float32", precision, scaled)
     threads = run.config.data.threads or own_cores()
     for line in [
         *without_effect(run.config, run.ranks.world_size, run.device),
@@ -72,30 +70,30 @@ def describe_run(run: Run) -> None:
 
 
 def without_effect(config: Config, world_size: int, device: torch.device) -> list[str]:
-    """Settings that change nothing in this run, in words."""
-    said = []
+    """Describe the settings that have no effect in this run."""
+    lines = []
     if config.gradient_compression != "none" and world_size == 1:
-        said.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
+        lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
     if config.cuda_graphs and device.type != "cuda":
-        said.append(f"cuda_graphs has no effect on a {device.type.upper()}")
+        lines.append(f"cuda_graphs has no effect on a {device.type.upper()}")
     after_drop = config.checkpoint.keep_every_epochs_after_drop
     if after_drop and config.optimizer.schedule != "drops":
-        said.append(
+        lines.append(
             f"checkpoint.keep_every_epochs_after_drop {after_drop} has no effect: optimizer.schedule is "
             f"{config.optimizer.schedule}, whose rate never drops"
         )
     hint = config.data.decoder_hint
     if any(hint) and (device.type != "cuda" or not all(hint)):
-        said.append(
+        lines.append(
             f"data.decoder_hint {list(hint)} has no effect: it is for a GPU's decoder, and takes both a width and a height"
         )
-    return said
+    return lines
 
 
 def evaluation_warnings(config: Config, index: Index) -> list[str]:
-    """Why the linear probe and k-NN will refuse the set, as far as labels and the names of folders show it.
+    """Describe why the linear probe and k-NN will refuse the set, as far as labels and the names of folders show.
 
-    index: the training split. The others are not indexed for this, since that may take minutes."""
+    index: the training split. The other splits are not indexed for this, since that may take minutes."""
     data = config.data
     problems = [
         _split_problem(Path(data.root).expanduser(), name, index) for name in {data.probe_split, data.test_split} - {""}
@@ -105,8 +103,8 @@ def evaluation_warnings(config: Config, index: Index) -> list[str]:
         few = "images of one class only" if len(labels) else "no labels"
         problems.append("" if len(labels) > 1 else f"the split {data.train_split!r} has {few}")
     return [
-        f"the run trains on this set, but can't be evaluated on it: {problem} in {data.root}. The linear probe and k-NN need "
-        "two labelled splits, data.probe_split and data.test_split"
+        f"the run can train on this set, but can't be evaluated on it: {problem} in {data.root}. The linear probe and k-NN "
+        "need two labelled splits, data.probe_split and data.test_split"
         for problem in sorted(filter(None, problems))
     ]
 
@@ -122,8 +120,7 @@ def _split_problem(root: Path, name: str, index: Index) -> str:
 
 
 def dry_run(config: Config, world_size: int) -> list[str]:
-    """The plan of a run without starting it, and its memory. The set is counted where it is there, else
-    data.expected_images is taken."""
+    """Describe the plan of a run and its memory without starting it. Without data.root, data.expected_images counts."""
     num_images = _count_images(config)
     lines = plan_lines(config, num_images, world_size)
     lines += [f"warning: {line}" for line in plan_warnings(config, num_images)]
@@ -150,7 +147,8 @@ def _count_images(config: Config) -> int:
 
 
 def estimate_memory(config: Config, views_per_rank: int) -> Memory:
-    """Count what a forward keeps for backward, for two numbers of views: the slope is what a view takes."""
+    """Estimate a rank's memory from what a forward keeps for backward with two numbers of views: the slope is that of a
+    view."""
     model = Model(replace(config.model, batch_norm_ranks="local"), config.views)
     weights = sum(p.numel() for p in model.parameters())
     moments = 1 if config.optimizer.name == "lars" else 2
@@ -161,15 +159,14 @@ def estimate_memory(config: Config, views_per_rank: int) -> Memory:
 
 
 def _bytes_kept(model: Model, config: Config, rows: int) -> int:
-    """Bytes that a forward of so many views keeps for backward, each storage once. Nothing is computed: tensors have shapes
-    only."""
+    """Count the bytes that a forward of `rows` views keeps for backward, each storage once. Fake tensors compute nothing."""
     kept = {}
     precision = "bf16" if config.precision == "auto" else config.precision
     dtype = autocast_dtype(replace(config, precision=precision), torch.device("cpu"))
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage  # held, so that no other one gets its address
+        kept[storage._cdata] = storage  # kept alive, so that no other storage gets its address
         return tensor
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

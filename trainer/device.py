@@ -1,4 +1,4 @@
-"""Which device a rank takes, and in which precision it multiplies there."""
+"""Choose a rank's device and precision, and measure its memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.errors import InputError
 
 
 def choose_device(config: Config, ranks: Ranks) -> torch.device:
-    """The rank's device. Raises InputError where a GPU is asked for and there is none."""
+    """Return the rank's device. Raises InputError if a GPU is asked for and there is none, or fewer than ranks on the node."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("device is cuda, but torch sees no GPU here: set device to cpu or auto")
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -32,8 +32,12 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
     return torch.device("cuda", index)
 
 
+PRECISION_NAMES = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast"}
+"""The result of `autocast_dtype` in words."""
+
+
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """bf16, fp16 or None (float32): what config.precision means on this device."""
+    """Return the type of autocast for config.precision on this device: bf16, fp16 or None (float32)."""
     if config.precision == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bf16()
         return torch.bfloat16 if fast else None
@@ -48,8 +52,8 @@ def _cpu_multiplies_bf16() -> bool:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Memory in use, and how much there is, GiB. On a GPU all that is in use, whoever uses it; on a CPU this process's, and the
-    limit of its control group or the memory of the machine."""
+    """Return (memory in use, its limit), GiB. On a GPU the use of all processes and the whole memory; on a CPU the use of this
+    process and the limit of its control group or the machine's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 2**30, total / 2**30
@@ -60,7 +64,7 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 
 @functools.cache
 def _group_limits() -> tuple[int, ...]:
-    """The memory limits of this process's control groups and those above them, bytes, in version 1 or 2 of such groups."""
+    """Return the memory limits of this process's control groups (version 1 or 2) and their parents, bytes."""
     limits = []
     groups = Path("/proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else []:

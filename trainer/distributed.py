@@ -1,4 +1,4 @@
-"""What ranks do together: the process group, each rank's share of the images, DDP, slice groups."""
+"""Collective work of the ranks: process group, DDP, slice groups, opening a split together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.rendezvous import compare_ranks, meet
+from trainer.config import DataConfig
+from trainer.data.index import Index, open_images
 from trainer.errors import InputError
 
 T = TypeVar("T")
@@ -44,9 +46,8 @@ def process_group(
     timeout = _collective_timeout(timeout_minutes)
     began = time.monotonic()
     store = meet(ranks, timeout)
-    left = max(
-        timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=1)
-    )  # one wait for all of the start
+    # the start as a whole waits no longer than the time-out
+    left = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=1))
     own_gpu = {"gpu": str(torch.cuda.get_device_properties(device).uuid)} if on_gpu else {}
     compare_ranks(store, ranks, {**(facts or {}), "device": device.type, **own_gpu}, left, first)
     dist.init_process_group(
@@ -64,12 +65,12 @@ def process_group(
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone or late: the cause is that one's, and in its own log lines."""
+    """Whether a collective failed because another rank is gone or late; the cause is then in that rank's log lines."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def make_slice_group(size: int, ranks: Ranks, timeout_minutes: float) -> Any:
-    """The process group of this rank's neighbours; None where it is alone in it. Every rank calls this."""
+    """Return the process group of this rank's neighbours; None if it has none. Every rank calls this."""
     if size == 1:
         return None
     timeout = _collective_timeout(timeout_minutes)  # a new group does not take over that of all
@@ -96,11 +97,9 @@ def wrap_model(
     if ranks.world_size == 1:
         return model
     names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    leave_buffers: dict[str, Any] = {
-        "forward_sync_buffers"
-        if "forward_sync_buffers" in names
-        else "broadcast_buffers": False  # renamed in torch 2.14
-    }
+    # torch 2.14 renamed this parameter
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    leave_buffers: dict[str, Any] = {sync_buffers: False}
     wrapped = nn.parallel.DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -115,11 +114,18 @@ def wrap_model(
 
 
 def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """`work()` on every rank, on one of each node before the others: it may leave a file that the others then read."""
+    """Do `work()` on every rank, on one of each node before the others: it may write a file that the others then read."""
     done = work() if ranks.local_rank == 0 else None
     if ranks.world_size > 1:
         dist.barrier()
     return work() if done is None else done
+
+
+def open_on_all_ranks(data: DataConfig, split: str, ranks: Ranks) -> Index:
+    """Open a split on every rank, first on one of each node, which indexes it if necessary. Every rank calls this.
+
+    Raises InputError as `open_images` does."""
+    return one_rank_a_node_first(ranks, lambda: open_images(data, split, progress=ranks.is_first))
 
 
 def require_same(ranks: Ranks, name: str, value: str) -> None:
@@ -139,7 +145,7 @@ def require_same(ranks: Ranks, name: str, value: str) -> None:
 
 
 def agree(values: Tensor, ranks: Ranks) -> Tensor:
-    """The largest of each value over all ranks, on the device: the one tiny all-reduce of a step."""
+    """Return the largest of each value over all ranks, on the device: the one small all-reduce of a step."""
     if ranks.world_size > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values

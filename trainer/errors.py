@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
@@ -16,19 +14,6 @@ class TrainingFailedError(RuntimeError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """2 for what the user can put right: bad input, and a file that can't be read or written. 1 for the rest."""
+    """Return BAD_INPUT for what the user can fix (bad input, a file that can't be read or written), else FAILED."""
     names_file = isinstance(error, OSError) and error.filename is not None
     return BAD_INPUT if names_file or isinstance(error, InputError) else FAILED
-
-
-MACHINE_FAULTS = {
-    errno.EMFILE: "allow more open files (`ulimit -n 4096`)",
-    errno.ENFILE: "the machine has too many open files: raise fs.file-max, or end other programs",
-    errno.ENOMEM: "the machine has no memory left: use fewer threads, or end other programs",
-}
-
-
-def refuse_machine_fault(error: OSError) -> None:
-    """Raise InputError if `error` is the machine's fault: the file that was being read must not be blamed for it."""
-    if advice := MACHINE_FAULTS.get(error.errno or 0):
-        raise InputError(f"can't read {error.filename or 'a file'}: {error.strerror}: {advice}") from error

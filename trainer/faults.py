@@ -1,6 +1,6 @@
-"""Steps whose numbers fail: what failed as one integer that all ranks agree on, how often, and the signs before it happens.
+"""Failed steps: what failed, as one integer that all ranks agree on, how often, and warnings before it happens.
 
-The list of all faults, causes before consequences (a NaN of one rank is in every rank's gradients):
+All faults in order, causes before consequences (a NaN of one rank is in every rank's gradients):
     rank 0's slices of view 0 .. d-1, rank 1's, ...    one could not be whitened
     rank 0's loss, rank 1's, ...                       not finite
     a gradient                                         not finite
@@ -23,14 +23,14 @@ _LOW_RANK = 4  # the effective rank has fallen by this factor
 
 
 def fault_codes(num_views: int, rank: int, world_size: int) -> list[int]:
-    """The codes of a rank's faults: its views' slices, its loss, a gradient. The earlier in the list of all, the higher."""
+    """Return the codes of a rank's faults: its views' slices, its loss, a gradient. Earlier faults have higher codes."""
     losses, slices = 1 + world_size, 1 + world_size + world_size * num_views
     return [slices - rank * num_views - view for view in range(num_views)] + [losses - rank, GRADIENT_FAULT]
 
 
 def fault_code(ok: Tensor, loss: Tensor, gradients: list[Tensor], codes: Tensor) -> Tensor:
-    """0-d int32 on the device: the code of this rank's first fault, 0 where there is none. The largest over all ranks is
-    that of the first of all.
+    """Return the code of this rank's first fault, 0-d int32 on the device; 0 if there is none. The largest over all ranks is
+    the code of the first fault of all.
 
     ok: (d, slices of a view) bool. loss: 0-d. gradients: of all parameters. codes: (d + 2,)
     int32, `fault_codes` on the device.
@@ -41,7 +41,7 @@ def fault_code(ok: Tensor, loss: Tensor, gradients: list[Tensor], codes: Tensor)
 
 
 def describe_fault(code: int, num_views: int, world_size: int, group_size: int) -> str:
-    """What a code above 0 stands for. group_size: ranks whose rows are whitened together."""
+    """Describe the fault of a code above 0. group_size: ranks whose rows are whitened together."""
     if code == GRADIENT_FAULT:
         return "a gradient is not finite, though the loss is"
     for rank in range(world_size):
@@ -55,8 +55,8 @@ def describe_fault(code: int, num_views: int, world_size: int, group_size: int) 
 
 
 class FaultCounter:
-    """Counts steps in a row whose update was left out, on every rank, and ends the run when they are too many. The first rank
-    says which and why."""
+    """Counts consecutive steps whose update was left out, on every rank, and ends the run if there are too many. The first rank
+    logs each with its fault."""
 
     def __init__(self, most: int, num_views: int, ranks: Ranks, group_size: int, *, scales_loss: bool = False) -> None:
         """scales_loss: whether a step answers a gradient's overflow by a smaller `LossScale`."""
@@ -66,7 +66,7 @@ class FaultCounter:
         self._made_progress = False
 
     def count(self, step: int, code: int) -> None:
-        """One step's code. Raises TrainingFailedError where more than the bound failed in a row."""
+        """Count one step's code. Raises TrainingFailedError if too many steps in a row failed."""
         self.in_a_row = self.in_a_row + 1 if code else 0
         if not code:
             self._made_progress = True
@@ -74,7 +74,7 @@ class FaultCounter:
         what = describe_fault(code, self._num_views, self._ranks.world_size, self._group_size)
         if self._scales_loss and code == GRADIENT_FAULT:
             what += " (fp16: the loss scale was halved)"
-            self._made_progress = True  # the first steps of fp16 find its scale, which the checkpoint keeps
+            self._made_progress = True  # the first fp16 steps search for the loss scale, which the checkpoint keeps
         if self._ranks.is_first:
             _log.warning("step %d: %s; no update was made on any rank (%d in a row)", step, what, self.in_a_row)
         if self.in_a_row > self._most:
@@ -105,9 +105,9 @@ class CollapseWatch:
         self._pivot_to_warn, self._highest_rank = _LOW_PIVOT, 0.0
 
     def see(self, step: int, min_pivot: float, effective_rank: float) -> None:
-        """A logged line's values. A pivot of 0 belongs to a failed slice, which is told by FaultCounter."""
+        """Check a logged line's values. A pivot of 0 belongs to a failed slice, which FaultCounter logs."""
         if 0 < min_pivot < self._pivot_to_warn:
-            self._pivot_to_warn = min_pivot / 10  # again when it has fallen to a tenth
+            self._pivot_to_warn = min_pivot / 10  # warn again when it is a tenth of this
             _log.warning(
                 "step %d: the smallest pivot of the whitening is %.1e of the mean variance (slices fail near 2e-6): the "
                 "embeddings are about to collapse; a smaller optimizer.learning_rate or loss.eps 1e-4 helps",

@@ -29,7 +29,7 @@ from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedEr
 from trainer.faults import FaultCounter
 from trainer.files import describe_os_error
 from trainer.geometry import usable_ranks
-from trainer.metrics import Clock, Late, LossSums, MetricsWriter, count_bad_images
+from trainer.metrics import Clock, DelayedMetrics, LossSums, MetricsWriter, count_bad_images
 from trainer.resume import resume, save
 from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
 from trainer.run_state import RunState, note_lost_rank_0, wait_for_end
@@ -80,14 +80,14 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
             state.failed(error)
             if not is_of_lost_rank(error):
                 raise
-            _log.error("this rank ends: another rank is gone or late (%s)", str(error).partition("\n")[0])
+            _log.error("this rank ends, because another rank is gone or late (%s)", str(error).partition("\n")[0])
             if not ranks.is_first:
                 note_lost_rank_0(run_dir, error)
             return FAILED
 
 
 def _device(config: Config, ranks: Ranks) -> tuple[torch.device, str]:
-    """This rank's device, and what is wrong with it: one of several ranks must tell the others before it ends."""
+    """Return this rank's device, and what is wrong with it: one of several ranks must tell the others before it ends."""
     try:
         return choose_device(config, ranks), ""
     except InputError as error:
@@ -103,7 +103,10 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
     sums = LossSums(run.device)
     first_step = step = resume(run, sums)
     open_writer = _writer(run, first_step, state)
-    late, faults, clock, saves = Late(_HOST_DELAY), run.fault_counter(), _clock(run, first_step), _SaveTimes(run)
+    late = DelayedMetrics(_HOST_DELAY)
+    faults = run.fault_counter()
+    clock = _clock(run, first_step)
+    saves = _SaveTimes(run)
     loader = run.loader(first_step)
     stopping = GO_ON
 
@@ -124,19 +127,19 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
             step = batch.step + 1
             state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
 
-            # --- what the device says, two steps late ---
+            # --- metrics and signals, read two steps late ---
             clock.waited(batch.wait_seconds)
             logged = step % log_every == 0 or step == run.schedule.total_steps
             known = {"lr": rate, **clock.line(step), **_machine(run, loader)} if logged else {}
             late.put(step, result.agreed, known, sums.take(result.embeddings, ranks) if logged else {})
             if writer:
-                writer.made(step, batch.views)
-            stopping, save_now = _hear(late.take(step), faults, writer, state)
+                writer.show_step(step, batch.views)
+            stopping, save_now = _read_records(late.take(step), faults, writer, state)
 
             # --- save, stop ---
             if stopping or save_now or saves.steps_due(step) or step == run.end_step:
                 # a resume after this step writes no line again, and a fault that ends the run is known before it is saved
-                stopping = max(stopping, _hear(late.take(), faults, writer, state)[0])
+                stopping = max(stopping, _read_records(late.take(), faults, writer, state)[0])
                 if step == run.end_step and first_step == 0:
                     faults.check_progress()
                 if stopping:
@@ -153,10 +156,10 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
     return _finish(run, step, stopping if step < run.end_step else GO_ON, state)
 
 
-def _hear(
+def _read_records(
     records: list[dict[str, Any]], faults: FaultCounter, writer: MetricsWriter | None, state: RunState
 ) -> tuple[int, bool]:
-    """Take note of what steps left -> how the ranks agreed to stop, and whether they agreed to save."""
+    """Count faults and write metrics -> how the ranks agreed to stop, and whether they agreed to save."""
     stopping, save_now = GO_ON, False
     for record in records:
         faults.count(record["step"] - 1, int(record["fault"]))
@@ -170,7 +173,7 @@ def _hear(
 
 
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
-    """What a logged line says of memory and images."""
+    """Return the memory and the bad images for a logged line."""
     used, limit = memory_gib(run.device)
     bad_images = count_bad_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
     return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "bad_images": bad_images}
@@ -215,7 +218,7 @@ def _saver(run: Run) -> Saver:
 
 
 def _check_saves(run: Run, saver: Saver) -> None:
-    """What checkpoint.on_failure says of a save that failed; the saver has logged it."""
+    """End the run if a save failed and checkpoint.on_failure is stop; the saver has logged the failure."""
     error = saver.failure()
     if error and run.config.checkpoint.on_failure == "stop":
         raise TrainingFailedError(

@@ -1,6 +1,6 @@
-"""What a run says of itself: metrics kept on the device and read late, metrics.jsonl, TensorBoard, the log line.
+"""Metrics of a run: kept on the device and read late, then written to metrics.jsonl, TensorBoard and the log.
 
-A metric is one entry of a dict, under one name all the way; docs/metrics.md says what each name means.
+A metric has the same name everywhere; docs/metrics.md explains each name.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trainer.cluster.ranks import Ranks
 from trainer.data.bad_images import read_quarantine
 from trainer.faults import CollapseWatch
 from trainer.files import write_text
+from trainer.progress import RunBar
 from trainer.step import StepResult
-from trainer.terminal import Bar
 
 _log = logging.getLogger(__name__)
 AGREED = ("fault", "stop", "save")  # of `StepResult.agreed`
@@ -41,17 +41,17 @@ FIELDS = (
 )
 
 
-class Late:
-    """Small values on the device that the host reads `delay` steps later, when their copy is long done: no waiting."""
+class DelayedMetrics:
+    """Small values on the device that the host reads `delay` steps later, when they are long copied, so that it never waits."""
 
     def __init__(self, delay: int) -> None:
         self._delay = delay
         self._waiting: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
 
     def put(self, step: int, agreed: Tensor, known: Mapping[str, Any], metrics: Mapping[str, Tensor]) -> None:
-        """Start the copy of what step `step` left on the device.
+        """Start to copy the values of step `step` to the host.
 
-        agreed: as in `StepResult`. known: what the host knows already. metrics: 0-d tensors by name, if a line is due.
+        agreed: as in `StepResult`. known: values that are on the host already. metrics: 0-d tensors by name, if a line is due.
         """
         values = torch.cat([agreed.double(), torch.stack(list(metrics.values()))]) if metrics else agreed
         event = None
@@ -65,8 +65,8 @@ class Late:
         self._waiting.append(({"step": step, **known}, [*AGREED, *metrics], host, event))
 
     def take(self, step: float = math.inf) -> list[dict[str, Any]]:
-        """The records that are due when `step` steps were made, in order; all of them without a step. A record holds what was
-        known, the three values of AGREED, and the metrics where there were any."""
+        """Return the records that are due after `step` steps, in order; without `step`, all of them. A record holds `known`,
+        the three values of AGREED, and the metrics if there were any."""
         due = []
         while self._waiting and self._waiting[0][0]["step"] <= step - self._delay:
             known, names, host, event = self._waiting.popleft()
@@ -96,14 +96,15 @@ class LossSums:
         self.sums.zero_()
         self.min_pivot.fill_(1.0)
         return {
-            "loss": sums[0] / sums[1],  # NaN where no step was applied
+            "loss": sums[0] / sums[1],  # NaN if no step was applied
             "effective_rank": effective_rank(embeddings, ranks),
             "min_pivot": pivot.double(),
             "failed_steps": sums[2] / ranks.world_size,
         }
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
-        """For a checkpoint between two logged lines: a rank's share of the sums over all. Every rank calls this."""
+        """Return the state for a checkpoint between two logged lines: a rank's share of the sums over all. Every rank calls
+        this."""
         sums, pivot = self._over_ranks(ranks)
         return {"sums": sums / ranks.world_size, "min_pivot": pivot}
 
@@ -115,14 +116,14 @@ class LossSums:
         return sums, pivot
 
     def load(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """Restore what `state` returned."""
         self.sums.copy_(state["sums"])
         self.min_pivot = state["min_pivot"].to(self.sums.device)
 
 
 def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
-    """(tr S)^2 / |S|^2 of the covariance S of all ranks' embeddings, 0-d: k where S is a multiple of the identity, 1 on a
-    line. In float64, since it is a difference of large sums; computed on logged steps only.
+    """Compute (tr S)^2 / |S|^2 of the covariance S of all ranks' embeddings, 0-d: k if S is a multiple of the identity, 1 if
+    all lie on a line. In float64, since it is a difference of large sums; computed on logged steps only.
 
     embeddings: (R, k). Every rank calls this.
     """
@@ -151,7 +152,7 @@ class Clock:
         self._wait += seconds
 
     def line(self, step: int) -> dict[str, Any]:
-        """What is known of a line when `step` steps were made, by the names in metrics.jsonl; starts again from 0."""
+        """Return the values of a line after `step` steps, by the names in metrics.jsonl, and start a new interval."""
         now = time.perf_counter()
         seconds = (now - self._since) / (step - self._step)
         self._step_seconds = 0.7 * self._step_seconds + 0.3 * seconds if self._step_seconds else seconds
@@ -169,28 +170,28 @@ class Clock:
 
 
 class MetricsWriter:
-    """The one writer of a run (first rank). Lines after `first_step`, of a run that was killed, are dropped."""
+    """Writes the metrics of a run, on the first rank. Drops lines after `first_step` that an earlier start wrote."""
 
     def __init__(self, run_dir: Path, first_step: int, end_step: int, epochs: int, board: Board | None = None) -> None:
-        """epochs: of the whole run. board: None where TensorBoard is not wanted."""
+        """epochs: of the whole run. board: None: no TensorBoard."""
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, first_step)
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""  # while the disk is full
         self._board, self._has_views = board, False
-        self._bar = Bar(first_step, end_step)
+        self._bar = RunBar(first_step, end_step)
         self._collapse = CollapseWatch()
         self._end_step, self._epochs = end_step, epochs
 
-    def made(self, step: int, views: Tensor) -> None:
-        """Move the progress bar on. The first `views` that are given (d*N, 3, S, S) are drawn."""
+    def show_step(self, step: int, views: Tensor) -> None:
+        """Move the progress bar; draw the first `views` of this start, (d*N, 3, S, S) uint8."""
         self._bar.move(step)
         if self._board and not self._has_views:
             self._board.draw_views(views, step)
             self._has_views = True
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one logged line, as `Late.take` gives it, wherever it goes. A number that is not finite becomes null."""
+        """Write one record of `DelayedMetrics.take` to metrics.jsonl, TensorBoard and the log. NaN and infinity become null."""
         self._collapse.see(record["step"], record["min_pivot"], record["effective_rank"])
         values = {name: _finite(record[name]) for name in FIELDS} | {"failed_steps": round(record["failed_steps"])}
         self._append(json.dumps(values) + "\n")
@@ -200,7 +201,7 @@ class MetricsWriter:
         self._bar.move(record["step"], f"loss {record['loss']:.3f}  {record['images_per_s']:.4g} img/s")
 
     def _append(self, line: str) -> None:
-        """A full disk ends no run: what could not be written is tried again with the next line."""
+        """Append a line. What could not be written, for example to a full disk, is tried again with the next line."""
         failed_before = bool(self._unwritten)
         self._unwritten += line.encode()
         try:
@@ -208,10 +209,14 @@ class MetricsWriter:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
         except OSError as error:
             if not failed_before:
-                _log.error("can't write to %s: %s; its lines are kept and tried again", self._path, error.strerror)
+                _log.error(
+                    "can't write to %s: %s; its lines are kept, and written when this is possible",
+                    self._path,
+                    error.strerror,
+                )
 
     def close(self) -> None:
-        """Flush everything."""
+        """Stop the bar and close the files."""
         self._bar.close()
         if self._board:
             self._board.close()
@@ -219,7 +224,7 @@ class MetricsWriter:
 
 
 def describe_line(values: Mapping[str, Any], end_step: int, epochs: int) -> str:
-    """A line of metrics.jsonl for people. What is not known is left out."""
+    """Format the values of a line of metrics.jsonl for the log. Values that are null are left out."""
     formats = {
         "loss": "loss {:.3f}",
         "lr": "lr {:.3g}",
@@ -231,7 +236,7 @@ def describe_line(values: Mapping[str, Any], end_step: int, epochs: int) -> str:
         "effective_rank": "eff. rank {:.3g}",
         "min_pivot": "min pivot {:.1e}",
     }
-    # these two are rarely there, and matter where they are
+    # shown only if they are not 0
     formats |= {name: f"{name.replace('_', ' ')} {{:d}}" for name in ("failed_steps", "bad_images") if values[name]}
     said = [text.format(values[name]) for name, text in formats.items() if values.get(name) is not None]
     left = timedelta(seconds=round(values["eta_seconds"]))
@@ -240,11 +245,11 @@ def describe_line(values: Mapping[str, Any], end_step: int, epochs: int) -> str:
 
 
 def count_bad_images(quarantine: Path, own: int) -> int:
-    """Images that any rank could not use: those named in the file that all ranks append to. own: of this rank, in case that
-    the file could not be written."""
+    """Count the images that any rank could not use, from the file that all ranks append to. own: the count of this rank, for
+    the case that the file could not be written."""
     try:
         return max(own, _count_named(quarantine, quarantine.stat().st_size))
-    except OSError:  # mostly that there is no bad image and so no file
+    except OSError:  # usually there is no bad image and so no file
         return own
 
 
@@ -255,19 +260,19 @@ def _count_named(quarantine: Path, size: int) -> int:
 
 
 def _finite(value: float) -> float | None:
-    """For JSON, which has no NaN: no loss where no step was applied, no effective rank of embeddings that are all the same."""
+    """Replace NaN and infinity, which JSON lacks, by null: the loss if no step was applied, the rank of equal embeddings."""
     return value if math.isfinite(value) else None
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`: those after it will be written again. A torn last line goes too."""
+    """Keep the lines up to `step`; later ones will be written again. A torn last line is dropped, too."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             is_kept = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError, RecursionError):  # the last for brackets in brackets in brackets
+        except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: deeply nested brackets
             _log.warning("%s: dropped a torn line", path)
             continue
         if is_kept:

@@ -133,14 +133,15 @@ class MeanPool(nn.Module):
 
 
 def _small_stem(encoder: Any, config: ModelConfig) -> None:
-    """Put in the recipes' stem for small images: a 3x3 first convolution, with or without the max-pool. Its weights are
-    torch's default as in the authors' code (a standard deviation of 0.111), where timm's would be smaller (0.059)."""
+    """Replace the stem by the recipes' one for small images: a 3x3 first convolution, with or without the max-pool.
+
+    Its initial weights are torch's default, as in the authors' code (standard deviation 0.111; timm's would have 0.059)."""
     conv1 = getattr(encoder, "conv1", None)
     first = conv1[0] if isinstance(conv1, nn.Sequential) else conv1  # a deep stem has three convolutions
     if not isinstance(first, nn.Conv2d) or not hasattr(encoder, "maxpool"):
         raise InputError(f"model.stem is {config.stem!r}, but {config.backbone} has no ResNet stem: set it to imagenet")
     small = nn.Conv2d(3, first.out_channels, 3, 2 if config.stem == "half" else 1, padding=1, bias=False)
-    if config.stem == "half":  # not the paper's
+    if config.stem == "half":  # a stem that is not the paper's keeps timm's initial weights
         nn.init.kaiming_normal_(small.weight, mode="fan_out", nonlinearity="relu")
     if isinstance(conv1, nn.Sequential):
         conv1[0] = small

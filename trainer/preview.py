@@ -1,4 +1,4 @@
-"""A picture of what the model sees: each row an image and its d views, from the real pipeline."""
+"""Draw what the model sees: each row an image and its d views, from the real pipeline."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.decoding import decode
+from trainer.data.index import open_images
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.errors import InputError
 from trainer.model import PixelScale
-from trainer.setup import open_shared_index
 
 _SMALLEST_CELL = 96  # pixels; smaller views are enlarged by a whole factor
 _GAP = 2
 
 
 def write_preview(config: Config, num_images: int, out: Path, step: int = 0) -> str:
-    """Write a PNG grid of the first images of a step with the views that this run's seed gives them; returns a line that
-    says what it shows. Values are what the model's scaling makes of the pixels, brought back to 0..255."""
+    """Write a PNG grid of the first images of a step with the views that this run's seed gives them; return a line that says
+    what it shows. Pixels go through the model's scaling and back to 0..255. Raises InputError."""
     if out.suffix.lower() not in Image.registered_extensions():
-        raise InputError(f"--out is {out}: give a name that ends as a picture's, such as preview.png")
+        raise InputError(f"--out is {out}: give a name with an image suffix, such as preview.png")
     out.parent.mkdir(parents=True, exist_ok=True)
-    index = open_shared_index(config, Ranks())
+    index = open_images(config.data, config.data.train_split, progress=True)
     images_per_step = min(config.data.images_per_step, len(index))  # a set may be smaller than the step of the recipe
     num_images = min(num_images, images_per_step)
     if num_images < 1:
@@ -61,7 +60,7 @@ def write_preview(config: Config, num_images: int, out: Path, step: int = 0) -> 
 
 
 def _shown(pixels: Tensor, config: Config) -> Tensor:
-    """(R, 3, S, S) uint8 through the model's scaling and back to uint8: what is lost there would be seen."""
+    """Put (R, 3, S, S) uint8 through the model's scaling and back to uint8, so that losses there become visible."""
     scale = PixelScale(config.views)
     mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (config.views.mean, config.views.std))
     return ((scale(pixels) * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)

@@ -1,18 +1,29 @@
-"""How far long work is: a bar on a terminal, a log line every minute elsewhere."""
+"""Progress displays: of long work with a known number of items, and of a run. Bars appear on a terminal only."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 T = TypeVar("T")
 _LOG_SECONDS = 60.0
+_MIN_COLUMNS_FOR_TEXT = 70
 _log = logging.getLogger(__name__)
 
 
@@ -24,15 +35,15 @@ class _Rate(ProgressColumn):
 def with_progress(
     items: Iterable[T], total: int, title: str, progress: bool = True, size: Callable[[T], int] = lambda item: 1
 ) -> Iterator[T]:
-    """Yield the same items, showing how many of `total` have been taken, their rate and the time that is left.
+    """Yield the items and show how many of `total` are done, their rate and the time left: by a bar on a terminal, else by a
+    log line every minute.
 
-    size: how many an item counts for."""
-    console = Console(stderr=True)
+    progress: False shows nothing. size: how many an item counts for."""
     if not progress:
         yield from items
-    elif console.is_terminal:
+    elif sys.stderr.isatty():
         columns = (TextColumn(title), BarColumn(20), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as bar:
+        with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(title, total=total)
             for item in items:
                 yield item
@@ -42,13 +53,40 @@ def with_progress(
 
 
 def _with_log_lines(items: Iterable[T], total: int, title: str, size: Callable[[T], int]) -> Iterator[T]:
-    began = said = time.monotonic()
+    began = logged = time.monotonic()
     number = 0
     for item in items:
         yield item
         number += size(item)
         now = time.monotonic()
-        if now - said >= _LOG_SECONDS:
-            said, rate = now, number / (now - began)
+        if now - logged >= _LOG_SECONDS:
+            logged = now
+            rate = number / (now - began)
             minutes = (total - number) / rate / 60
             _log.info("%s: %d of %d, %.0f/s, %.0f minutes left", title, number, total, rate, minutes)
+
+
+class RunBar:
+    """The progress of a run in one line below the log lines, which fits 40 columns. Shows nothing if stderr is no terminal."""
+
+    def __init__(self, first_step: int, end_step: int, console: Console | None = None) -> None:
+        """console: where to draw; None: stderr, if it is a terminal."""
+        if console is None and sys.stderr.isatty():
+            console = Console(stderr=True)
+        self._progress: Progress | None = None
+        if console:
+            text = [TextColumn("{task.description}")] if console.width >= _MIN_COLUMNS_FOR_TEXT else []
+            columns = (MofNCompleteColumn(), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn(), *text)
+            self._progress = Progress(*columns, console=console, expand=True)
+            self._task = self._progress.add_task("", total=end_step, completed=first_step)
+            self._progress.start()
+
+    def move(self, step: int, text: str | None = None) -> None:
+        """Show that `step` updates were made. text: shown if there is room, until the next one; None: keep the last."""
+        if self._progress:
+            self._progress.update(self._task, completed=step, description=text)
+
+    def close(self) -> None:
+        """Stop drawing and leave the line as it is."""
+        if self._progress:
+            self._progress.stop()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and a run made to go on from one."""
+"""Save a run in a checkpoint, and resume it from one."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def resume(run: Run, sums: LossSums) -> int:
 
 
 def _find_same(run: Run, sums: LossSums) -> dict[str, Any] | None:
-    """The newest checkpoint that can be used, the same on all ranks. A network file system may show a new file late to other
-    nodes: ranks that find an older one look again for a while.
+    """Load the newest usable checkpoint, the same on all ranks; None if there is none.
 
-    Raises InputError if they still differ then."""
+    A network file system may show a new file late to other nodes: ranks that find an older one look again for a while. Raises
+    InputError if the ranks still differ then."""
     check = partial(_check_usable, run, sums)
     content = load_newest(run.checkpoints, check)
     for look in range(_LOOKS):
@@ -81,7 +81,8 @@ def _find_same(run: Run, sums: LossSums) -> dict[str, Any] | None:
 
 
 def _check_usable(run: Run, sums: LossSums, content: dict[str, Any]) -> None:
-    """Raises InputError for a checkpoint that lacks a part, or that says it is of these settings and does not fit them."""
+    """Raise InputError for a checkpoint that lacks a part, or whose settings are those of the run but whose tensors don't
+    fit."""
     wanted: dict[str, Any] = {"optimizer": dict, "config": dict, "plan_version": int, "world_size": int}
     wanted |= {
         "data": {"fingerprint": str, "images": int},
@@ -100,7 +101,7 @@ def _check_usable(run: Run, sums: LossSums, content: dict[str, Any]) -> None:
 
 
 def _misfit(run: Run, content: dict[str, Any]) -> str | None:
-    """In words, where a checkpoint does not fit this model and optimizer."""
+    """Describe where a checkpoint does not fit this model and optimizer; None if it fits."""
     optimizer = content["optimizer"]
     moments = optimizer.get("state")
     scale = run.step.loss_scale.state() if run.step.loss_scale else None
@@ -117,7 +118,7 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
     if not run.config.allow_changes:
         refuse_changes(run.run_dir, changed)
     elif changed:
-        _log.warning("going on with changed settings:\n%s", "\n".join(f"  - {line}" for line in changed))
+        _log.warning("continuing with changed settings:\n%s", "\n".join(f"  - {line}" for line in changed))
     misfit = _misfit(run, content)
     if misfit:
         raise InputError(
@@ -132,15 +133,15 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
     if run.step.loss_scale and content.get("loss_scale"):
         run.step.loss_scale.load(content["loss_scale"])
     _log_ranks(run, int(content["world_size"]))
-    _log.info("going on after step %d", content["step"])
+    _log.info("continuing after step %d", content["step"])
     return int(content["step"])
 
 
 def _log_ranks(run: Run, world_size: int) -> None:
-    """Say what another number of ranks than before, `world_size`, changes."""
+    """Log what changes if the number of ranks is not the `world_size` of before."""
     if world_size == run.ranks.world_size:
         return
-    _log.info("saved by %d rank(s), going on with %d", world_size, run.ranks.world_size)
+    _log.info("saved by %d rank(s), continuing with %d", world_size, run.ranks.world_size)
     if run.config.allow_changes:  # with other settings than before there is nothing to compare
         return
     before = batch_norm_images(run.config, world_size)
@@ -150,7 +151,7 @@ def _log_ranks(run: Run, world_size: int) -> None:
 
 
 def _changes(run: Run, content: dict[str, Any]) -> list[str]:
-    """What shapes the result and is not what it was, in words."""
+    """List what shapes the result and differs from the checkpoint."""
     changed = changed_settings(run.config, content["config"])
     if content["plan_version"] != PLAN_VERSION:
         changed.append(f"plan version: {content['plan_version']} -> {PLAN_VERSION} (other augmentations)")

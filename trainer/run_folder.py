@@ -33,34 +33,36 @@ def check_run_dir_is_set(run_dir: str) -> None:
 
 
 def open_run_folder(run_dir: str) -> Path:
-    """The folder, made where it is missing. Raises InputError where it can't be, or where something else has the name of what
+    """Return the run folder, made if missing. Raises InputError if it can't be made, or if something else has the name of what
     a run writes there."""
     check_run_dir_is_set(run_dir)
     path = Path(run_dir)
     _check_names(path)
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"can't make the run folder {str(path)!r}: {reason}") from error
     return path
 
 
 def _check_names(run_dir: Path) -> None:
-    """Raises InputError for links, through which the files of others would be written or emptied, and for whatever would be
-    waited for without end, such as named pipes."""
+    """Raise InputError for links, through which other people's files could be overwritten, and for entries that could block for
+    ever, such as named pipes."""
     problems = []
     for name in (*_FILES, *_FOLDERS):
         path = run_dir / name
         wanted, word = (stat.S_IFREG, "a file") if name in _FILES else (stat.S_IFDIR, "a folder")
-        if not os.path.lexists(path) or (name in _FOLDERS and path.is_dir()):  # a folder may lie on another disk
+        if not os.path.lexists(path) or (
+            name in _FOLDERS and path.is_dir()
+        ):  # a link to a folder is allowed: it may be on another disk
             continue
         if (kind := stat.S_IFMT(path.lstat().st_mode)) != wanted:
             problems.append(f"{name} is {_KINDS.get(kind, 'a device or socket')}, not {word}")
     if problems:
         raise InputError(
             f"can't use the run folder {run_dir}: {'; '.join(problems)}. Move that away, or take another --run_dir (which may "
-            "itself be a link)"
+            "be a link itself)"
         )
 
 
@@ -104,13 +106,13 @@ def _lock(file: BinaryIO, end: float) -> None:
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to what sys.stderr is at the time: a progress bar puts itself in between, to stay below the lines."""
+    """Writes to the current sys.stderr, which a progress bar replaces so that it stays below the lines."""
 
     stream = property(lambda self: sys.stderr, lambda self, _: None)
 
 
 class _LogFile(RotatingFileHandler):
-    """log.txt. While the disk is full its lines are lost, stderr has them: a traceback for each would hide them."""
+    """log.txt. While the disk is full, its lines go only to stderr, without a traceback for each."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the base class's name)
         if not isinstance(sys.exc_info()[1], OSError):

@@ -1,4 +1,4 @@
-"""What follows from the settings, the size of the set and the number of ranks. Needs no torch."""
+"""Describe the plan of a run, from the settings, the size of the set and the number of ranks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import logging
 from itertools import pairwise
 
 from trainer.cluster.ranks import Ranks
-from trainer.config import Config, peak_learning_rate
+from trainer.config import Config
 from trainer.errors import InputError
 from trainer.geometry import batch_norm_images, micro_batches, own_rows, rows_together, slice_group_size
-from trainer.schedule import build_schedule, side_steps
+from trainer.schedule import build_schedule, peak_learning_rate, side_steps
 
 _log = logging.getLogger(__name__)
 
 
 def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
-    """The numbers that follow from the settings, the set and the number of ranks. Raises InputError where they don't fit."""
+    """Describe the plan of a run, one line a topic. Raises InputError if settings, set and number of ranks don't fit."""
     images = config.data.images_per_step
     per_rank = own_rows(Ranks(0, world_size), images, rows_together(config)).count
     group = slice_group_size(per_rank, world_size, rows_together(config))
     parts = micro_batches(config, per_rank)
     in_parts = f", {parts} micro-batches of {per_rank // parts} images one after the other" if parts > 1 else ""
     steps_per_epoch = num_images // images
-    # names for what the sentences below mention several times
     s, o, loss, views = build_schedule(config, steps_per_epoch), config.optimizer, config.loss, config.views.num_views
     slices = images // loss.slice_size * views * loss.iterations
     rule = f" = {o.learning_rate:g} x sqrt({images})" if o.learning_rate_rule == "sqrt" else ""
@@ -48,23 +47,23 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
 
 
 def plan_warnings(config: Config, num_images: int) -> list[str]:
-    """What is hardly meant, in words."""
+    """Describe what is allowed but probably unintended."""
     schedule = build_schedule(config, num_images // config.data.images_per_step)
     if schedule.warmup_steps < schedule.total_steps:
         return []
     return [
         f"the warm-up of {schedule.warmup_steps} steps is not shorter than the run of {schedule.total_steps}: the rate never "
-        "gets to its peak. Set optimizer.warmup_epochs or optimizer.warmup_steps lower, or optimizer.epochs higher"
+        "reaches its peak. Set optimizer.warmup_epochs or optimizer.warmup_steps lower, or optimizer.epochs higher"
     ]
 
 
-def check_set_size(config: Config, num_images: int, *, say: bool = True) -> None:
-    """Raises InputError for a set smaller than one step; says where it is not the set the recipe counts on."""
+def check_set_size(config: Config, num_images: int, *, warn: bool = True) -> None:
+    """Raise InputError for a set smaller than one step; log a warning if the size differs from data.expected_images."""
     if num_images < config.data.images_per_step:
         raise InputError(
-            f"the split {config.data.train_split!r} in {config.data.root} has {num_images} images, one step takes "
-            f"data.images_per_step {config.data.images_per_step}: use a larger set or smaller steps"
+            f"the split {config.data.train_split!r} in {config.data.root} has {num_images} images, but one step takes "
+            f"{config.data.images_per_step} (data.images_per_step): use a larger set or smaller steps"
         )
     expected = config.data.expected_images
-    if say and expected and expected != num_images:
-        _log.warning("the recipe counts on %d training images, this set has %d", expected, num_images)
+    if warn and expected and expected != num_images:
+        _log.warning("the recipe expects %d training images, this set has %d", expected, num_images)

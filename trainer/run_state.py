@@ -47,7 +47,7 @@ def _stopped_job(run_dir: Path) -> str:
 
 
 class RunState:
-    """The state of the run on this rank. Only rank 0 writes it. Safe to use from several threads."""
+    """The state of the run, which only rank 0 writes. Safe to use from several threads."""
 
     def __init__(self, run_dir: Path, ranks: Ranks) -> None:
         self._run_dir = run_dir
@@ -121,7 +121,7 @@ class RunState:
             self._lock.release()
 
     def ended(self, status: str, exit_code: int, **fields: Any) -> None:
-        """Write how this start ended. Whatever is written later keeps this status: the first word is the cause."""
+        """Write how this start ended. Later calls change nothing: the first is the cause."""
         if self._fields.get("exit_code") is None:
             self.write(status=status, exit_code=exit_code, **fields)
 
@@ -188,8 +188,9 @@ def wait_for_end(run_dir: Path, stop: StopRequest, timeout_seconds: float) -> in
 
 
 def note_lost_rank_0(run_dir: Path, error: BaseException) -> None:
-    """For a rank that has lost another one: write that the run failed, if rank 0 was killed before it could. While rank 0 lives
-    it holds the folder's lock, and says itself how the run ends."""
+    """Write that the run failed, if rank 0 was killed before it could; for a rank that has lost another one.
+
+    A rank 0 that is alive holds the folder's lock and writes itself how the run ends."""
     try:
         with lock_run_folder(run_dir):
             state = read_run(run_dir).state
@@ -207,7 +208,7 @@ def note_lost_rank_0(run_dir: Path, error: BaseException) -> None:
 
 
 def mark_run(run_dir: Path, status: str, exit_code: int | None = None) -> None:
-    """Write what became of a run that no process runs just now: queued, or stopped before it started again.
+    """Write the state of a run that no process is running: queued, or stopped before it started again.
 
     Raises OSError if the file can't be written."""
     kept = {"step": 0, "starts": 0, **read_run(run_dir).state}

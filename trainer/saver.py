@@ -16,8 +16,8 @@ from trainer.checkpoint import map_tensors, save_checkpoint
 from trainer.checkpoint_files import checkpoint_path, list_checkpoints
 from trainer.files import describe_os_error
 
-_SLOW_SECONDS = 1.0  # a wait for the save before that is worth a line
-_STUCK_SECONDS = 60.0  # a file system that hangs is said this often
+_SLOW_SECONDS = 1.0  # a longer wait for the previous save is logged
+_STUCK_SECONDS = 60.0  # between two warnings that a save hangs
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ class Saver:
         save before this one. Raises TypeError for content that is neither tensors nor plain values."""
         waited = self._join()
         if waited > _SLOW_SECONDS:
-            _log.warning("the loop stood still for %.1f s, until the checkpoint before was in %s", waited, self._folder)
+            _log.warning("training waited %.1f s for the previous checkpoint to be written to %s", waited, self._folder)
         content, copied = self._copy.take(content)
         self._thread = threading.Thread(target=self._write, args=(content, copied), name="checkpoint")
         self._thread.start()
@@ -130,8 +130,8 @@ def _what_is_left(folder: Path) -> str:
     try:
         good = list_checkpoints(folder)
     except OSError:
-        return "nor can the folder be read"
-    return f"a restart goes on from {good[-1][1].name}" if good else "there is no checkpoint to go on from"
+        return "the folder can't be read either"
+    return f"a restart continues from {good[-1][1].name}" if good else "there is no checkpoint to continue from"
 
 
 class HostCopy:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config import Config, peak_learning_rate
+from trainer.config import Config
 
 
 @dataclass(frozen=True)
@@ -82,3 +82,9 @@ def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
         drop_factor=o.drop_factor,
         warmup_from=o.warmup_from,
     )
+
+
+def peak_learning_rate(config: Config) -> float:
+    """The rate after warm-up, by the config's rule."""
+    o = config.optimizer
+    return o.learning_rate * (math.sqrt(config.data.images_per_step) if o.learning_rate_rule == "sqrt" else 1.0)

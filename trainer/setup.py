@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: set, plan, model, optimizer, step, loader. The loop drives them."""
+"""Build the parts of a run: set, plan, model, optimizer, step, loader. The loop drives them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.ranks import Ranks, job_key
 from trainer.config import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
-from trainer.data.index import Index, open_images
+from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype
-from trainer.distributed import make_slice_group, one_rank_a_node_first, require_same, wrap_model
+from trainer.distributed import make_slice_group, one_rank_a_node_first, open_on_all_ranks, require_same, wrap_model
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
 from trainer.files import atomic_write
@@ -78,7 +78,7 @@ class Run:
         return self.run_dir / "quarantine.jsonl"
 
     def fault_counter(self) -> FaultCounter:
-        """That of this run; only the first rank's talks."""
+        """Return the counter of failed steps; only the first rank's logs."""
         group_size = self.group_rows.count // self.planner.rows.count
         most, num_views = self.config.loss.max_failed_steps, self.config.views.num_views
         scales_loss = self.step.loss_scale is not None
@@ -116,10 +116,10 @@ class Run:
 
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
-    """A run before its first step. Raises InputError for a set or a number of ranks that the settings do not fit."""
+    """Build a run before its first step. Raises InputError if the settings don't fit the set or the number of ranks."""
     check_backend(config, device)
-    index = images_of_run(open_shared_index(config, ranks), config, run_dir, ranks)
-    check_set_size(config, len(index), say=ranks.is_first)
+    index = images_of_run(open_on_all_ranks(config.data, config.data.train_split, ranks), config, run_dir, ranks)
+    check_set_size(config, len(index), warn=ranks.is_first)
     require_same(ranks, "the images of " + config.data.train_split, f"{len(index)} ({index.fingerprint})")
     rows = own_rows(ranks, config.data.images_per_step, rows_together(config))
     planner = Planner(
@@ -140,13 +140,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         compile_model(model, cuda_graphs=config.cuda_graphs and device.type == "cuda")
     group_first = ranks.rank // group_size * group_size * rows.count
     step = TrainStep(
-        wrap_model(
-            model,
-            ranks,
-            device,
-            compression=config.gradient_compression,
-            accumulates=parts > 1,
-        ),
+        wrap_model(model, ranks, device, compression=config.gradient_compression, accumulates=parts > 1),
         optimizer,
         config.loss,
         num_views=config.views.num_views,
@@ -172,22 +166,15 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
 
 
 def check_backend(config: Config, device: torch.device) -> None:
-    """Raises InputError where the whitening backend cannot do what is asked of it on this device."""
+    """Raise InputError if the whitening backend can't do on this device what the settings ask for."""
     loss = config.loss
     reason = why_not(loss.backend, device.type, config.model.embedding_size, loss.float64_factor)
     if reason:
         raise InputError(f"loss.backend {loss.backend} {reason}: set loss.backend to auto or torch")
 
 
-def open_shared_index(config: Config, ranks: Ranks) -> Index:
-    """The training split. Where it must be indexed first, one rank a node does it and the others wait."""
-    return one_rank_a_node_first(
-        ranks, lambda: open_images(config.data, config.data.train_split, progress=ranks.is_first)
-    )
-
-
 def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None:
-    """The node's memory for decoded images, where the settings ask for one. Raises InputError where it does not fit."""
+    """Open the node's memory for decoded images, if the settings ask for it. Raises InputError if the set does not fit."""
     if not config.data.decode_cache_gib:
         return None
     check_cache_size(index, config.data.decode_cache_gib)
@@ -201,22 +188,24 @@ def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None
             dist.barrier()
     finally:
         if ranks.local_rank == 0:  # also where another rank failed: no memory is left behind
-            with suppress(OSError):  # what went wrong before it is what is told
+            with suppress(OSError):  # the first error is the one to report
                 path.unlink()
     return cache
 
 
 def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> Index:
-    """The images that the run began with, where files of an image folder have come or gone since its first start: ids, order
-    and labels stay, and what is gone is replaced as any image that can't be used. --allow_changes takes those found now."""
+    """Return the images that the run began with, even if files of an image folder were added or removed since.
+
+    Ids, order and labels stay, and missing files are replaced like other unusable images. allow_changes takes those found
+    now."""
     kept = run_dir / "images.index"
     if kept.exists() and list_checkpoints(run_dir / "checkpoints") and not config.allow_changes:
         begun = Index(kept, found.root)
         if found.is_folder and begun.split == found.split and begun.fingerprint != found.fingerprint:
             if ranks.is_first:
                 _log.warning(
-                    "%s has changed since the run began (%d -> %d images): going on with those it began with; what is gone "
-                    "is replaced. --allow_changes true takes what is there now",
+                    "%s has changed since the run began (%d -> %d images): continuing with those it began with and "
+                    "replacing those that are missing. --allow_changes true takes what is there now",
                     found.root,
                     len(begun),
                     len(found),

@@ -1,10 +1,10 @@
-"""Notices that a run stands still: says so, with what it waits for, and after the time-out ends a process that waits for files.
+"""Detect that a run stands still: log what it waits for, and after the time-out end a process that waits for files.
 
 A rank whose file system hangs holds all others up, and no exception ends it: only another thread can. A step is not
 ended: it may be a long one (a recipe's on a laptop), and its collectives have time-outs of their own.
 
-Only time in which this process could run counts: a job that is suspended (SIGSTOP) and continued has not waited. The thread
-wakes often, and a gap between two of its looks counts as no more than two of its naps.
+Time in which this process could not run does not count, for example while a job is suspended (SIGSTOP): the thread wakes often,
+and the time between two of its checks counts as no more than twice its sleep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.errors import FAILED
 from trainer.signals import aside
 
 _log = logging.getLogger(__name__)
-_LONGEST_NAP_SECONDS = 1.0
+_MAX_SLEEP_SECONDS = 1.0
 
 
 class Watchdog:
@@ -45,8 +45,8 @@ class Watchdog:
         self._details = details
         self._before_exit = before_exit
         self._on_stall = on_stall
-        self._nap_seconds = min(warn_seconds / 4, timeout_seconds / 4, _LONGEST_NAP_SECONDS)
-        self._awake = 0.0  # seconds, counted by the thread
+        self._sleep_seconds = min(warn_seconds / 4, timeout_seconds / 4, _MAX_SLEEP_SECONDS)
+        self._awake = 0.0  # seconds in which the process could run, counted by the thread
         self._news = (self._awake, "starts", False)  # replaced whole: the two threads need no lock
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -65,10 +65,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         warned = (self._news, 0.0)
-        looked = time.monotonic()
-        while not self._ended.wait(self._nap_seconds):
-            looked, before = time.monotonic(), looked
-            self._awake += min(looked - before, 2 * self._nap_seconds)
+        checked = time.monotonic()
+        while not self._ended.wait(self._sleep_seconds):
+            checked, before = time.monotonic(), checked
+            self._awake += min(checked - before, 2 * self._sleep_seconds)
             news = self._news
             since, what, for_files = news
             seconds = self._awake - since
@@ -93,7 +93,7 @@ class Watchdog:
         aside(
             lambda: _log.error(
                 "no news for %.0f s (timeout_minutes): the run %s%s. It ends here; what each thread does follows. The same "
-                "command goes on from the last checkpoint",
+                "command continues from the last checkpoint",
                 seconds,
                 what,
                 more,

@@ -90,10 +90,10 @@ NO_ENTRIES = {
 
 
 @pytest.mark.parametrize("kind", NO_ENTRIES)
-def test_a_line_that_is_no_entry_is_passed_over(kind: str, quarantine: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_is_not_an_entry_is_ignored(kind: str, quarantine: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(quarantine, entry(1, 3), rest=NO_ENTRIES[kind])
     assert read_quarantine(quarantine, 5) == {3: "c/3.jpg"}
-    assert f"{quarantine}: line 2 is torn or no entry" in caplog.text
+    assert f"{quarantine}: ignored line 2, which is torn" in caplog.text
     drop_quarantine_after(quarantine, 5)
     assert read(quarantine) == [entry(1, 3)]
 
@@ -159,11 +159,11 @@ def test_a_resumed_run_knows_counts_and_does_not_name_again(quarantine: Path, ca
     assert len(read(quarantine)) == 3
 
 
-def test_entries_about_another_set_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_about_another_set_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """--allow_changes may have brought other files under the same numbers."""
     bad = BadImages(FewNames(count=8), 0.1, {7: "c/7.jpg", 6: "c/other.jpg", 8: "c/8.jpg"})
     assert bad.ids == {7}
-    assert "2 entries are not about this set" in caplog.text
+    assert "ignored 2 entries that do not match this set" in caplog.text
 
 
 def test_one_warning_an_image(caplog: pytest.LogCaptureFixture) -> None:

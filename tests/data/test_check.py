@@ -31,8 +31,8 @@ def test_folder_without_splits(tmp_path: Path) -> None:
     report = check_data(make_folder(tmp_path, files))
     assert report.checked == 2
     assert [name for name, _ in report.bad] == ["x/y/b.png"]
-    assert "1 files lie beside the class folders, left out (a.jpg)" in report.notes[0]
-    assert report.notes[1] == "split .: 1 files are no pictures, left out (x/c.txt)"
+    assert "1 files beside the class folders are left out (a.jpg)" in report.notes[0]
+    assert report.notes[1] == "split .: 1 files are not images, left out (x/c.txt)"
 
 
 def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,10 +46,10 @@ def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsy
     make_folder(tmp_path, files | {"train/cat/a.jpg": JPEG, "train/cat/b.csv": b"1,2", "val/v.jpg": JPEG})
     assert main(["check-data", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "split train: 3 files, 1 class of 3 to 3 images" in out
+    assert "split train: 3 files, 1 class with 3 images each" in out
     assert "split val: 1 files, no labels" in out
-    assert "note: split train: 2 files are no pictures, left out (train/cat/LICENSE, train/cat/b.csv)" in out
-    assert f"note: {tmp_path}/val: has no class folders: its 1 files are taken without labels" in out
+    assert "note: split train: 2 files are not images, left out (train/cat/LICENSE, train/cat/b.csv)" in out
+    assert f"note: {tmp_path}/val: has no class folders: its 1 files are used without labels" in out
     (tmp_path / "train/cat/c.jpg").write_bytes(b"text")
     (tmp_path / "train/cat/d").write_bytes(bytes(5))
     assert main(["check-data", str(tmp_path)]) == 1
@@ -74,8 +74,8 @@ def test_shards(tmp_path: Path) -> None:
     assert [name for name, _ in report.bad] == ["train-000001.tar", "train-000000.tar/b.png"]
     assert (report.checked, report.converted) == (3, 1)
     assert report.splits == [
-        "split train: 2 files, 1 class of 2 to 2 images",
-        "split val: 1 files, 1 class of 1 to 1 images",
+        "split train: 2 files, 1 class with 2 images each",
+        "split val: 1 files, 1 class with 1 image each",
     ]
     assert check_data(tmp_path, splits=["val"]).checked == 1
     with pytest.raises(InputError, match="no shards of split test; it has train, val"):
@@ -100,3 +100,13 @@ def test_nothing_to_check(tmp_path: Path) -> None:
         check_data(tmp_path)
     with pytest.raises(InputError, match="no such folder"):
         check_data(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("option", ["--max_image_pixels", "--max_classes"])
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_a_limit_out_of_range_is_refused(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path, {"train/cat/a.jpg": JPEG})
+    assert main(["check-data", str(tmp_path), option, value]) == 2
+    assert f"data.{option[2:]} is" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_memory_that_is_not_there_is_told_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r"no 0\.\d+ MiB of shared memory in .*No space left"):
+    with pytest.raises(InputError, match=r"can't get 0\.\d+ MiB of shared memory in .*No space left"):
         DecodeCache(index, tmp_path / "memory", create=True)
     assert not list(tmp_path.iterdir())
 

@@ -96,7 +96,7 @@ def test_labels_of_val_go_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     index = open_index(tmp_path, "val")
     assert index.labels.tolist() == [1]
     assert index.class_names == ["cat", "dog"]
-    assert "1 folders are no class of the training split, left out (bird)" in caplog.text
+    assert "1 folders are not classes of the training split and are left out (bird)" in caplog.text
     assert "1 classes of the training split have no folder (cat)" in caplog.text
 
 
@@ -118,7 +118,7 @@ def test_nested_and_loose_images(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     index = open_index(folder_set(tmp_path, {"train/dog/images/c.JPEG": CMYK, "train/loose.JPEG": JPEG}), "train")
     assert index.name(3) == "dog/images/c.JPEG"
     assert index.read(3) == CMYK
-    assert "1 files lie beside the class folders, left out (loose.JPEG); expected ROOT/SPLIT/CLASS/IMAGE" in caplog.text
+    assert "1 files beside the class folders are left out (loose.JPEG); expected ROOT/SPLIT/CLASS/IMAGE" in caplog.text
 
 
 def test_linked_folders(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_files_that_are_no_pictures_are_left_out_and_named(tmp_path: Path, caplo
     assert [index.name(i) for i in range(3)] == ["cat/a.JPEG", "cat/b.JPEG", "dog/a.JPEG"]
     assert index.labels.tolist() == [0, 0, 1]
     assert index.heights.tolist() == [21, 8, 21]
-    assert "2 of 5 files are no usable pictures, left out: cat/aa.JPEG: empty file" in caplog.text
+    assert "2 of 5 files are not usable images and were left out: cat/aa.JPEG: empty file" in caplog.text
     listed = (tmp_path / ".wmse_index/train.bad.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in listed] == ["cat/aa.JPEG", "dog/page.jpg"]
 
@@ -168,28 +168,28 @@ def test_odd_files(tmp_path: Path) -> None:
         ({"cat/a.jpg": JPEG}, "train", "no split 'train' in it .it holds: cat"),
         ({"train/.x": b""}, "train", "train: there are no files in it"),
         ({"train/cat/.x": b"", "train/dog/.x": b""}, "train", "train: there are no files in it"),
-        ({"train/cat/a.jpg": JPEG, "x/b.jpg": JPEG}, "../x", "'../x' is no folder inside"),
-        ({"train/cat/a.jpg": JPEG}, "/etc", "'/etc' is no folder inside"),
-        ({"train/cat/a.jpg": b"text"}, "train", "no image among 1 files; cat/a.jpg: no readable picture"),
+        ({"train/cat/a.jpg": JPEG, "x/b.jpg": JPEG}, "../x", "'../x' is not inside"),
+        ({"train/cat/a.jpg": JPEG}, "/etc", "'/etc' is not inside"),
+        ({"train/cat/a.jpg": b"text"}, "train", "no image among 1 files; cat/a.jpg: not a readable image"),
     ],
 )
 def test_layout_errors_name_path_and_layout(tmp_path: Path, files: dict[str, bytes], split: str, message: str) -> None:
     make_folder(tmp_path, files)
     with pytest.raises(InputError, match=message) as error:
         open_index(tmp_path, split)
-    assert "expected ROOT/SPLIT/CLASS/IMAGE" in str(error.value) or "no folder inside" in str(error.value)
+    assert "expected ROOT/SPLIT/CLASS/IMAGE" in str(error.value) or "is not inside" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("names", "split", "note"),
     [
-        (["train/a.jpg", "train/b.jpg"], "train", "train: has no class folders: its 2 files are taken without labels"),
-        (["a.jpg", "b.jpg"], ".", "has no class folders: its 2 files are taken without labels"),
-        (["train/cat/a.jpg", "val/v.jpg"], "val", "val: has no class folders: its 1 files are taken without labels"),
+        (["train/a.jpg", "train/b.jpg"], "train", "train: has no class folders: its 2 files are used without labels"),
+        (["a.jpg", "b.jpg"], ".", "has no class folders: its 2 files are used without labels"),
+        (["train/cat/a.jpg", "val/v.jpg"], "val", "val: has no class folders: its 1 files are used without labels"),
         (
             ["train/cat/a.jpg", "test/images/v.jpg"],
             "test",
-            "none of its 1 folders (images) is a class of the training split (cat): its 1 files are taken without labels",
+            "none of its 1 folders (images) is a class of the training split (cat): its 1 files are used without labels",
         ),
     ],
 )
@@ -219,10 +219,10 @@ def test_class_folders_that_are_broken_links_are_named(tmp_path: Path, caplog: p
     (tmp_path / "train/two").symlink_to("one")
     (tmp_path / "train/gone").symlink_to("/no/such/folder")
     assert open_index(tmp_path, "train").class_names == ["cat"]
-    assert "4 links lead nowhere, left out (gone, loop, one, two)" in caplog.text
+    assert "4 links are broken and are left out (gone, loop, one, two)" in caplog.text
 
 
-def test_a_file_over_4_gib_costs_itself_only(tmp_path: Path) -> None:
+def test_a_file_over_4_gib_is_the_only_one_left_out(tmp_path: Path) -> None:
     make_folder(tmp_path, {"train/cat/a.jpg": JPEG})
     with (tmp_path / "train/cat/huge.jpg").open("wb") as file:
         file.truncate(2**32 + 7)  # takes no room on the disk
@@ -255,7 +255,7 @@ def test_empty_class_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
             r"a.cls: the parts of sample a are not adjacent",
         ),
         (sample("a", "cat"), "a.cls: the label b'cat' is not a whole number"),
-        (sample("a", -2), "a.jpg: label -2 is none of the"),
+        (sample("a", -2), "a.jpg: label -2 is not one of the"),
     ],
 )
 def test_tar_errors_name_tar_and_member(tmp_path: Path, members: list[tuple[str, bytes]], message: str) -> None:
@@ -268,7 +268,7 @@ def test_tar_errors_name_tar_and_member(tmp_path: Path, members: list[tuple[str,
 def test_label_beyond_the_class_names(tmp_path: Path) -> None:
     make_tar(tmp_path / "train-000000.tar", sample("a", 2))
     (tmp_path / "dataset.json").write_text('{"class_names": ["cat", "dog"]}')
-    with pytest.raises(InputError, match=r"train-000000.tar/a.jpg: label 2 is none of the 2 classes"):
+    with pytest.raises(InputError, match=r"train-000000.tar/a.jpg: label 2 is not one of the 2 classes"):
         open_index(tmp_path, "train")
     (tmp_path / "dataset.json").write_text('{"class_names": ["cat", "dog", "ape"]}')
     assert open_index(tmp_path, "train").class_names == ["cat", "dog", "ape"]
@@ -300,7 +300,7 @@ def test_shard_cut_after_opening(tmp_path: Path) -> None:
     path = make_tar(tmp_path / "train-000000.tar", sample("a"))
     index = open_index(tmp_path, "train")
     os.truncate(path, 600)
-    with pytest.raises(OSError, match=r"train-000000.tar: cut: image train-000000.tar/a.jpg has 88 of"):
+    with pytest.raises(OSError, match=r"train-000000.tar: cut off: image train-000000.tar/a.jpg has 88 of"):
         index.read(0)
 
 
@@ -369,26 +369,24 @@ def test_fingerprint_tells_labels_and_order(tmp_path: Path) -> None:
     assert len({*prints, compute_fingerprint(columns, ["x", "z"])}) == 3
 
 
-def test_a_folder_marked_read_only_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_marked_read_only_are_indexed_in_the_user_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    root = folder_set(tmp_path / "set")
-    root.chmod(0o555)
-    try:
-        assert len(open_index(root, "train")) == 3
-        assert not (root / ".wmse_index").exists()
-        assert len(list((tmp_path / "cache/wmse").glob("*/train.index"))) == 1
-    finally:
-        root.chmod(0o755)
-
-
-def test_cache_folder_of_ones_own(tmp_path: Path) -> None:
-    for name, more in (("a", {}), ("b", {"train/cat/c.jpg": JPEG})):
-        root = folder_set(tmp_path / name, more)
-        assert len(open_index(root, "train", cache_dir=tmp_path / "cache")) == 3 + len(more)
-        assert not (root / ".wmse_index").exists()
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(InputError, match="cannot be written"):
-        open_index(root, "train", cache_dir=tmp_path / "file")
+    for number, more in enumerate(({}, {"train/cat/c.jpg": JPEG})):
+        root = folder_set(tmp_path / str(number), more)
+        root.chmod(0o555)
+        try:
+            assert len(open_index(root, "train")) == 3 + len(more)
+            assert not (root / ".wmse_index").exists()
+            assert len(list((tmp_path / "cache/wmse").glob("*/train.index"))) == number + 1
+            (tmp_path / "file").write_bytes(b"")
+            with monkeypatch.context() as context:
+                context.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+                with pytest.raises(InputError, match="set XDG_CACHE_HOME"):
+                    open_index(root, "train")
+        finally:
+            root.chmod(0o755)
 
 
 def broken_indices(whole: bytes) -> dict[str, bytes]:

@@ -221,7 +221,7 @@ def test_pictures_of_any_kind_are_pillows_rgb(tmp_path):
 
 GOOD = picture_files(1)["train/c0/000.jpg"]
 BAD = {
-    "html": (b"<html>404</html>", "no readable picture"),
+    "html": (b"<html>404</html>", "not a readable image"),
     "empty": (b"", "empty file"),
     "cut": (GOOD[: len(GOOD) // 2], "Truncated"),
     "other size": (encoded("JPEG", image(height=31, width=40)), "31x40 pixels, 30x40 when"),

@@ -38,7 +38,7 @@ def test_pipes_are_left_out_and_odd_names_are_one_line(odd_folder: Path, caplog:
 def test_check_data_names_them(odd_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_data(odd_folder).bad[-1] == ("train/c/pipe.png", "a pipe, socket or device")
     assert main(["check-data", str(odd_folder)]) == 1
-    assert f"train/c/{SHOWN}.png: no readable picture" in capsys.readouterr().out.splitlines()[0]
+    assert f"train/c/{SHOWN}.png: not a readable image" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_prepare_names_them(odd_folder: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_unusable_images_are_named_with_their_problem(folder: Path, name: str) -
     assert reasons.get(name, "has 200x300 pixels, more than data.max_image_pixels 50,000") in problems[name]
 
 
-def test_the_two_decoders_differ_on_what_is_tried_here() -> None:
+def test_the_samples_are_those_on_which_the_two_decoders_differ() -> None:
     assert decode_by_dali(USABLE["png that DALI refuses"]) is None
     assert inspect_image(USABLE["png that DALI refuses"]).kind == "direct"
     assert decode(USABLE["png that DALI refuses"]).shape == (HEIGHT, WIDTH, 3)

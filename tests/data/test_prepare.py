@@ -19,8 +19,9 @@ from PIL import Image
 from trainer.data import sets
 from trainer.data.formats import inspect_image
 from trainer.data.index import open_index
-from trainer.data.prepare import Shrink, choose_images, prepare
+from trainer.data.prepare import prepare
 from trainer.data.sets import ArraySplit, KnownSet
+from trainer.data.shard_writer import Shrink, choose_images
 from trainer.errors import InputError
 
 module = sys.modules["trainer.data.prepare"]
@@ -100,7 +101,7 @@ def test_rare_kinds_are_converted_and_bad_files_named(tmp_path: Path, caplog: py
     assert {inspect_image(index.read(i)).kind for i in range(len(index))} == {"direct"}
     listed = (tmp_path / "dest/train.bad.txt").read_text().splitlines()
     assert sorted(line.split("\t")[0] for line in listed) == ["cat/d.jpg", "cat/e.jpg"]
-    assert "2 of 5 files are no usable pictures" in caplog.text
+    assert "2 of 5 files are not usable images" in caplog.text
     assert str(tmp_path / "dest/train.bad.txt") in caplog.text
 
 
@@ -278,7 +279,7 @@ def test_only_the_listed_classes_are_taken(tmp_path: Path, caplog: pytest.LogCap
     ("text", "message"),
     [
         ("cat\nlion\n", r"list.txt, line 2: the set has no class 'lion'; its 2 classes begin with cat, dog"),
-        ("cat\n# x\ncat again\n", r"list.txt, line 3: the class 'cat' is in line 1 already"),
+        ("cat\n# x\ncat again\n", r"list.txt, line 3: the class 'cat' is already in line 1"),
         ("# nothing\n", "list.txt: lists no class"),
         (None, "list.txt: can't be read as a list of classes: No such file"),
     ],
@@ -311,7 +312,7 @@ def test_a_list_of_classes_is_for_folders(tmp_path: Path) -> None:
 # --- what an hour of work is not lost by ---
 
 
-def test_all_splits_are_looked_at_before_anything_is_written(tmp_path: Path) -> None:
+def test_all_splits_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     source = source_folder(tmp_path / "s")
     (source / "test").mkdir()
     with pytest.raises(InputError, match="test: there are no files in it"):
@@ -321,7 +322,7 @@ def test_all_splits_are_looked_at_before_anything_is_written(tmp_path: Path) -> 
     assert len(open_index(tmp_path / "dest", "train")) == 8
 
 
-def test_splits_without_classes_are_taken_without_labels(tmp_path: Path) -> None:
+def test_splits_without_classes_are_used_without_labels(tmp_path: Path) -> None:
     source = make_folder(source_folder(tmp_path / "s"), {"test/images/t.jpg": JPEG, "extra/e.jpg": JPEG})
     prepare(str(source), tmp_path / "dest", progress=False)
     for split in ("test", "extra"):
@@ -339,25 +340,30 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
         (tmp_path / "dest/train.index").unlink(missing_ok=True)  # the second time from the tars alone
 
 
-def test_a_start_that_was_ended_goes_on_with_the_splits_it_had_completed(
+def test_an_interrupted_start_keeps_its_completed_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
     prepare(str(source), tmp_path / "unbroken", progress=False)
-    write = module._write_shards
+    write = module.write_shards
 
-    def write_or_end(*args):
-        if "val" in args:
+    def write_or_end(*args, **options):
+        if options["split"] == "val":
             raise KeyboardInterrupt
-        return write(*args)
+        return write(*args, **options)
 
-    monkeypatch.setattr(module, "_write_shards", write_or_end)
+    monkeypatch.setattr(module, "write_shards", write_or_end)
     with pytest.raises(KeyboardInterrupt):
         prepare(str(source), dest, progress=False)
-    assert "the same command goes on with them" in caplog.text
+    assert "the same command continues with them" in caplog.text
     assert not dest.exists()
     written: list[str] = []
-    monkeypatch.setattr(module, "_write_shards", lambda *args: (written.append(args[3]), write(*args))[1])
+
+    def write_and_note(*args, **options):
+        written.append(options["split"])
+        return write(*args, **options)
+
+    monkeypatch.setattr(module, "write_shards", write_and_note)
     prepare(str(source), dest, progress=False)
     assert written == ["val"]
     assert {p.name: p.read_bytes() for p in dest.iterdir()} == {
@@ -381,13 +387,13 @@ def test_a_completed_split_of_other_settings_or_images_is_written_again(tmp_path
 
 def test_two_at_once_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
-    write = module._write_shards
+    write = module.write_shards
 
-    def start_another(*args):
+    def start_another(*args, **options):
         with pytest.raises(InputError, match="dest: another `wmse prepare` is writing it"):
             prepare(str(source), dest, progress=False)
-        return write(*args)
+        return write(*args, **options)
 
-    monkeypatch.setattr(module, "_write_shards", start_another)
+    monkeypatch.setattr(module, "write_shards", start_another)
     prepare(str(source), dest, progress=False)
     assert len(open_index(dest, "train")) == 8

@@ -12,8 +12,7 @@ import pytest
 from pictures import encoded, make_folder, make_tar
 
 import trainer.data.reading as reading
-from trainer.data.check import Place
-from trainer.data.check import _check as check_place
+from trainer.data.check import check_data
 from trainer.data.index import Index, open_index
 from trainer.data.index_build import _inspect_file as inspect_file
 from trainer.data.reading import ImageReader
@@ -95,11 +94,11 @@ def test_what_will_not_pass_is_not_tried_again(folder, pauses, monkeypatch, numb
 def test_content_is_not_read_again(folder, pauses, tmp_path, monkeypatch):
     (tmp_path / "folder/train/c/1.png").write_bytes(b"<html>")
     asked = failing(folder, monkeypatch)
-    assert "no readable picture" in ImageReader(folder).read(1)[1]
+    assert "not a readable image" in ImageReader(folder).read(1)[1]
     assert (asked, pauses) == ([1], [])
 
 
-def test_passing_faults_are_said_once_a_run(folder, pauses, monkeypatch, caplog):
+def test_temporary_faults_are_logged_once_a_run(folder, pauses, monkeypatch, caplog):
     error = OSError(errno.EIO, "Input/output error", "/x/1\n.png")
     reader = ImageReader(folder)
     with caplog.at_level(logging.WARNING):
@@ -108,7 +107,7 @@ def test_passing_faults_are_said_once_a_run(folder, pauses, monkeypatch, caplog)
             assert reader.read(i)[1] is None
     (record,) = caplog.records
     assert "'/x/1\\n.png'" in record.getMessage()
-    assert "another try read it" in record.getMessage()
+    assert "a later try succeeded" in record.getMessage()
 
 
 # --- kept descriptors ---
@@ -206,7 +205,7 @@ def test_what_the_machine_lacks_is_never_blamed_on_the_image(folder, pauses, mon
     with pytest.raises(InputError, match=os.strerror(number)):
         inspect_file("x")
     with pytest.raises(InputError, match=os.strerror(number)):
-        check_place(10**6, Place("x", "x", 0))
+        check_data(folder.root, threads=1)
 
 
 def test_more_shards_than_the_process_may_open(tmp_path):

@@ -210,7 +210,7 @@ def test_files_that_come_and_go_between_two_starts_do_not_stop_a_run(
     gone.unlink()
     write_images(data / "train" / "cats", 2, seed=77)
     assert pretrain(tiny_config, data, tmp_path / "run", "--max_steps", "6") == 0
-    assert "has changed since the run began (48 -> 49 images): going on with those" in capsys.readouterr().err
+    assert "has changed since the run began (48 -> 49 images): continuing with those" in capsys.readouterr().err
     (line,) = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["image"] == f"cats/{gone.name}"
     assert len(Index(tmp_path / "run" / "images.index", data)) == 48
@@ -232,7 +232,7 @@ def test_a_change_that_can_not_be_loaded_is_named(
     assert "Traceback" not in error
 
 
-def test_a_run_folder_with_odd_files_is_refused_in_words(
+def test_a_run_folder_with_odd_files_is_refused(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
@@ -244,7 +244,7 @@ def test_a_run_folder_with_odd_files_is_refused_in_words(
     assert "Traceback" not in error
 
 
-def test_no_room_for_a_file_is_one_line_with_its_path_and_a_way_out(
+def test_a_full_disk_gives_one_line_with_path_and_advice(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrain(tiny_config, tiny_set, tmp_path / "other", "--max_steps", "1") == 0  # the set has its index now
@@ -254,11 +254,11 @@ def test_no_room_for_a_file_is_one_line_with_its_path_and_a_way_out(
     assert last.startswith(f"error: can't write {tmp_path / 'run'}/")
     assert "File too large (" in last
     assert "MiB are free on its disk" in last
-    assert "Make room there, or take another folder" in last
+    assert "Free some space there, or use another folder" in last
     assert state(tmp_path / "run")[:2] == ("failed", 2)
 
 
-def test_a_file_without_rights_is_one_line(
+def test_a_file_without_permission_gives_a_one_line_error(
     tiny_set: Path,
     tiny_config: Path,
     tmp_path: Path,
@@ -271,7 +271,7 @@ def test_a_file_without_rights_is_one_line(
     monkeypatch.setattr("trainer.metrics._drop_lines_after", refuse)
     assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
     *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"error: {tmp_path / 'run' / 'metrics.jsonl'}: Permission denied: change the rights")
+    assert last.startswith(f"error: {tmp_path / 'run' / 'metrics.jsonl'}: Permission denied: change the permissions")
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
         (["--data.root", "{tmp}/nowhere"], "nowhere"),
         (["--data.root", ""], "data.root is not set"),
         (["--data.train_split", "trian"], "trian"),
-        (["--data.images_per_step", "64"], "has 48 images, one step takes data.images_per_step 64"),
+        (["--data.images_per_step", "64"], "has 48 images, but one step takes 64"),
         (["--loss.slise_size", "3"], "did you mean loss.slice_size?"),
         (["--run_dir", ""], "run_dir is not set"),
         (["--run_dir", "/proc/run"], "can't make the run folder"),

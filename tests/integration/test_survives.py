@@ -89,7 +89,7 @@ def test_killed_inside_a_save(place: str, command: Callable[..., Words], whole_r
     assert saved_steps(tmp_path / "run") == ([2, 4] if place == "renamed" else [2])
     (process,) = start(command(), tmp_path)
     assert process.wait() == 0, process.output()
-    assert f"going on after step {4 if place == 'renamed' else 2}" in process.output()
+    assert f"continuing after step {4 if place == 'renamed' else 2}" in process.output()
     assert "start 2 of this run" in process.output()
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
     assert_same_run(tmp_path / "run", whole_run.folder)
@@ -132,7 +132,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_the_only_one(
     assert finish([first, second]) == [1, 1]
     assert second.output().rstrip().endswith("RuntimeError: the fault that was injected")
     assert "Traceback" not in first.output()
-    assert "this rank ends: another rank is gone or late" in first.output()
+    assert "this rank ends, because another rank is gone or late" in first.output()
 
 
 def test_a_rank_that_is_killed_ends_the_job(two_ranks: Callable[..., list[Started]], tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
     (process,) = start(command(), tmp_path, Faults(full_disk=(1, 3), disk_errno=number))
     assert process.wait() == 0, process.output()
     assert "the checkpoint of step 4 was NOT saved" in process.output()
-    assert "2 save(s) in a row failed; a restart goes on from step_00000002.pt" in process.output()
+    assert "2 save(s) in a row failed; a restart continues from step_00000002.pt" in process.output()
     assert saved_steps(tmp_path / "run") == [2, 8, 9]
     assert_same_run(tmp_path / "run", whole_run.folder)
 

@@ -293,7 +293,7 @@ def test_any_flipped_byte_of_a_tensor_is_seen(tmp_path: Path) -> None:
 
 
 def test_flipped_bytes_anywhere_are_seen_or_change_nothing(tmp_path: Path) -> None:
-    """In the pickle and in the zip's own tables a safe load fails in a dozen ways; all must be passed over by name."""
+    """In the pickle and in the zip's own tables a safe load fails in a dozen ways; all must be skipped with their names."""
     content = rich_content()
     path = save_checkpoint(tmp_path, content, 1)
     whole, digest = path.read_bytes(), load_checkpoint(path)["sha256"]

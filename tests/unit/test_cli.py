@@ -98,7 +98,7 @@ def test_bench_loader_tells_what_it_measured(
         ),
     ],
 )
-def test_mistakes_are_told_with_what_was_meant(
+def test_unknown_settings_are_refused_with_a_suggestion(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, flatten, peak_learning_rate
+from trainer.config import Config, flatten
 from trainer.config_load import describe_sources, load_config, load_settings, save_config
 from trainer.errors import InputError
+from trainer.schedule import peak_learning_rate
 
 
 def load(text: str, tmp_path: Path, *overrides: str) -> Config:
@@ -84,14 +85,14 @@ def test_all_problems_at_once_with_the_nearest_key(tmp_path: Path) -> None:
         "data is a section",
         "views.side is 'abc': give a value of type int",
         "unknown setting loss.slise_size: did you mean loss.slice_size?",
-        "'stray' stands alone",
+        "'stray' does not belong to a setting",
     ):
         assert part in message
     assert message.startswith("7 problem(s)")
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    assert "'seed' stands twice" in problems("seed: 1\nseed: 2", tmp_path)
+    assert "'seed' is given twice" in problems("seed: 1\nseed: 2", tmp_path)
 
 
 def test_abbreviations_are_refused(tmp_path: Path) -> None:
@@ -214,23 +215,23 @@ def test_no_environment_variable_changes_a_setting(tmp_path: Path, monkeypatch: 
 
 
 def test_a_key_given_as_a_section_and_dotted_is_refused(tmp_path: Path) -> None:
-    assert "loss.eps stands twice" in problems("loss: {eps: 0.1}\nloss.eps: 0.2", tmp_path)
+    assert "loss.eps is given twice" in problems("loss: {eps: 0.1}\nloss.eps: 0.2", tmp_path)
     assert load("loss: {eps: 0.1}\nloss.iterations: 2", tmp_path).loss.iterations == 2
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [1]\nb: &b [*a, *a]\nseed: 1", "aliases are not used in settings"),
-        ("seed: " + "[" * 3000, "more than 8 brackets"),
+        ("a: &a [1]\nb: &b [*a, *a]\nseed: 1", "aliases are not allowed in settings"),
+        ("seed: " + "[" * 3000, "more than 8 levels of brackets"),
         ("x: " * 3, "can't read config"),
     ],
 )
-def test_files_without_end_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_yaml_that_expands_without_limit_is_refused(tmp_path: Path, text: str, message: str) -> None:
     assert message in problems(text, tmp_path)
 
 
-def test_brackets_without_end_on_the_command_line_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_brackets_on_the_command_line_are_refused(tmp_path: Path) -> None:
     message = problems("device: cpu", tmp_path, "--views.crop_area=" + "[" * 3000)
     assert "views.crop_area is '[[[" in message
     assert len(message) < 300
@@ -301,5 +302,5 @@ def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("slice_size", "loss.slice_size"),
     ],
 )
-def test_the_fields_usual_names_lead_to_the_setting(tmp_path: Path, name: str, meant: str) -> None:
+def test_the_usual_names_of_settings_are_suggested(tmp_path: Path, name: str, meant: str) -> None:
     assert f"unknown setting {name}: did you mean {meant}?" in problems("device: cpu", tmp_path, f"--{name}", "1")

@@ -64,7 +64,7 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
         (["train/images", "val/a"], ["--data.probe_split", "labelled"], "there is no split 'labelled'"),
     ],
 )
-def test_a_set_that_can_not_be_evaluated_later_is_said_at_the_start(
+def test_a_set_that_can_not_be_evaluated_is_warned_of_at_the_start(
     folders: list[str], words: list[str], said: str, tmp_path: Path, tiny_config: Path
 ) -> None:
     for number, folder in enumerate(folders):
@@ -77,7 +77,7 @@ def test_a_set_that_can_not_be_evaluated_later_is_said_at_the_start(
     assert not list((tmp_path / "set" / ".wmse_index").glob("val*"))  # the test split is not indexed for this
 
 
-def test_a_run_warns_of_it_and_trains(
+def test_a_run_on_such_a_set_warns_and_trains(
     tiny_set: Path, tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
@@ -128,7 +128,7 @@ def test_memory_is_what_a_step_keeps(tiny_config: Path) -> None:
     assert memory.total - memory.state == pytest.approx(found, rel=0.01)
 
 
-def test_odd_schedules_are_said(tiny_config: Path) -> None:
+def test_a_warm_up_longer_than_the_run_is_warned_of(tiny_config: Path) -> None:
     drops = ["--optimizer.schedule", "drops", "--optimizer.drop_epochs_before_end", "[]"]
     assert "warm-up 2 steps, then constant" in "\n".join(plan_lines(load_config(tiny_config, drops), 48, 1))
     long = load_config(tiny_config, ["--optimizer.warmup_steps", "9", "--data.expected_images", "48"])
@@ -141,5 +141,5 @@ def test_odd_schedules_are_said(tiny_config: Path) -> None:
 def test_a_dry_run_needs_a_set_or_its_size(tiny_config: Path) -> None:
     with pytest.raises(InputError, match=r"data\.expected_images is 0"):
         dry_run(load_config(tiny_config, []), 1)
-    with pytest.raises(InputError, match="has 15 images, one step takes"):
+    with pytest.raises(InputError, match="has 15 images, but one step takes"):
         dry_run(load_config(tiny_config, ["--data.expected_images", "15"]), 1)

@@ -16,13 +16,13 @@ from torch import nn
 
 from tests.conftest import TINY
 from tests.faults import save_unchecked
+from trainer import distributed
 from trainer.checkpoint import load_checkpoint
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config, DataConfig
 from trainer.config_load import load_config
 from trainer.data.index import Index, open_images, open_index
 from trainer.errors import InputError
-from trainer.evaluate import features
 from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
 from trainer.evaluate.run import run_evaluation
@@ -136,14 +136,14 @@ def test_images_that_cannot_be_read_are_left_out_not_replaced(tiny_set, tmp_path
 
 
 def relabelled(monkeypatch, change) -> None:
-    """What `features` opens has other labels."""
+    """The index that is opened has other labels."""
 
     def opened(data: DataConfig, split: str, **options: bool) -> Index:
         index = open_images(data, split, **options)
         index.labels = change(np.array(index.labels))
         return index
 
-    monkeypatch.setattr(features, "open_images", opened)
+    monkeypatch.setattr(distributed, "open_images", opened)
 
 
 def test_images_without_a_label_do_not_count(place, monkeypatch):
@@ -187,7 +187,7 @@ def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
 
 
 def test_more_ranks_than_images_are_refused(place, monkeypatch):
-    monkeypatch.setattr(features, "one_rank_a_node_first", lambda ranks, work: work())
+    monkeypatch.setattr(distributed, "one_rank_a_node_first", lambda ranks, work: work())
     with pytest.raises(InputError, match="16 labelled images"):
         open_split("val", replace(place, ranks=Ranks(0, 17, 1)))
 
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_another_model_is_refused(run_dir):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, value):
+def test_weights_that_are_not_finite_are_refused_with_their_names(run_dir, tmp_path, value):
     content = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")
     content["model"]["encoder.bn1.running_var"][3] = value
     with pytest.raises(InputError, match=r"can't use checkpoint .*encoder\.bn1\.running_var"):

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import TINY
 from tests.faults import save_unchecked
+from trainer import distributed
 from trainer.checkpoint import load_checkpoint
 from trainer.checkpoint_files import checkpoint_path
 from trainer.cli import main
@@ -22,7 +23,7 @@ from trainer.config import DataConfig
 from trainer.config_load import load_config
 from trainer.data.index import open_images
 from trainer.errors import InputError
-from trainer.evaluate import evaluator, features, follow
+from trainer.evaluate import evaluator, follow
 from trainer.evaluate import results as results_module
 from trainer.evaluate.follow import RunWatch, follow_run
 from trainer.evaluate.run import run_evaluation
@@ -84,7 +85,7 @@ def test_every_checkpoint_is_measured_once_and_oldest_first(run_dir: Path, monke
         splits.append(split)
         return open_images(data, split, **options)
 
-    monkeypatch.setattr(features, "open_images", opened)
+    monkeypatch.setattr(distributed, "open_images", opened)
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == [1, 2, 3]
     assert splits == ["val", "train"]
@@ -142,11 +143,11 @@ def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: py
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_3.json"}
     log = capsys.readouterr().err
-    assert log.count("step 1 is passed over: can't read checkpoint") == 3  # a file system's passing fault is waited out
+    assert log.count("step 1 is skipped: can't read checkpoint") == 3  # a temporary fault of a file system may pass
     assert "could not be read: step_00000001.pt, step_00000002.pt" in log
 
 
-def test_weights_that_are_not_finite_are_named_and_passed_over(
+def test_a_checkpoint_with_weights_that_are_not_finite_is_skipped(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = load_checkpoint(checkpoint_path(run_dir / "checkpoints", 2))
@@ -154,7 +155,7 @@ def test_weights_that_are_not_finite_are_named_and_passed_over(
     save_unchecked(run_dir / "checkpoints", content)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
-    assert "step 2 is passed over: can't use checkpoint" in capsys.readouterr().err
+    assert "step 2 is skipped: can't use checkpoint" in capsys.readouterr().err
 
 
 def test_a_result_that_can_not_be_written_is_shown_and_measured_again(
@@ -171,7 +172,7 @@ def test_a_result_that_can_not_be_written_is_shown_and_measured_again(
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
     log = capsys.readouterr().err
-    assert log.count("the result could not be kept: [Errno 28] No space left on device") == 2
+    assert log.count("the result could not be written: [Errno 28] No space left on device") == 2
     assert log.count("encoder: 2,") == 3  # the table
 
 
@@ -215,7 +216,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
     monkeypatch.setattr(evaluator, "load_checkpoint", load)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
-    assert "step 2 is passed over: no checkpoint" in capsys.readouterr().err
+    assert "step 2 is skipped: no checkpoint" in capsys.readouterr().err
 
 
 def test_it_waits_for_the_run_and_takes_what_comes(run_dir: Path, tmp_path: Path) -> None:

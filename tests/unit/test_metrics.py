@@ -19,7 +19,7 @@ from trainer.config import Config
 from trainer.metrics import (
     AGREED,
     Clock,
-    Late,
+    DelayedMetrics,
     LossSums,
     MetricsWriter,
     count_bad_images,
@@ -37,7 +37,7 @@ def result(loss: float, *, failed: bool = False, pivot: float = 0.5) -> StepResu
 
 
 def line(step: int, loss: float = 1.0, **more: float) -> dict[str, Any]:
-    """A record as `Late.take` hands it out."""
+    """A record as `DelayedMetrics.take` hands it out."""
     known = Clock(16, 2, 10, step - 1, 40).line(step)
     rest = {"lr": 0.1, "memory_gib": 1.0, "memory_limit_gib": 8.0, "bad_images": 1}
     metrics = {"loss": loss, "effective_rank": 3.0, "min_pivot": 0.5, "failed_steps": 0.0}
@@ -82,7 +82,7 @@ def agreed(*values: int) -> torch.Tensor:
 
 
 def test_late_counts_steps_whether_or_not_they_are_logged() -> None:
-    late = Late(2)
+    late = DelayedMetrics(2)
     late.put(10, agreed(0, 0, 1), {"lr": 0.1}, {"loss": torch.tensor(1.5)})
     late.put(11, agreed(7, 0, 0), {}, {})
     assert late.take(11) == []
@@ -92,7 +92,7 @@ def test_late_counts_steps_whether_or_not_they_are_logged() -> None:
 
 
 def test_values_are_those_at_the_time() -> None:
-    late, values = Late(0), agreed(1, 0, 0)
+    late, values = DelayedMetrics(0), agreed(1, 0, 0)
     late.put(1, values, {}, {})
     values.fill_(2)
     assert late.take(1)[0]["fault"] == 1
@@ -220,7 +220,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
     views = torch.arange(4 * 3 * 3 * 8 * 8).remainder(256).to(torch.uint8).view(12, 3, 8, 8)  # 4 views of 3 images
     writer = MetricsWriter(tmp_path, 0, 30, 4, Board(tmp_path, 0, config))
     for step in (1, 2):
-        writer.made(step, views)
+        writer.show_step(step, views)
         writer.write(line(step, float("nan")))
     writer.close()
     draw_evaluation(tmp_path, 2, {"knn_top1": 61.5})

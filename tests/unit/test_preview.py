@@ -51,8 +51,8 @@ def test_a_set_smaller_than_a_step_is_drawn(tiny_config: Path, squares: Path) ->
     assert cells(tiny_config, squares, "--data.images_per_step", "1024").shape[0] == 4
 
 
-def test_a_name_that_is_no_pictures_is_refused_first(tiny_config: Path, squares: Path) -> None:
+def test_an_output_name_that_is_not_an_image_is_refused_first(tiny_config: Path, squares: Path) -> None:
     config = load_config(tiny_config, ["--data.root", str(squares)])
-    with pytest.raises(InputError, match=r"--out is .*x.xyz: give a name that ends as a picture's"):
+    with pytest.raises(InputError, match=r"--out is .*x.xyz: give a name with an image suffix"):
         write_preview(config, 4, squares / "new/x.xyz")
     assert not (squares / "new").exists()

@@ -9,11 +9,12 @@ import torch
 
 from tests.conftest import ROOT
 from trainer.cluster.ranks import Ranks
-from trainer.config import Config, flatten, peak_learning_rate
+from trainer.config import Config, flatten
 from trainer.config_load import load_config
 from trainer.data.class_list import read_class_list
 from trainer.model import build_model
 from trainer.run_plan import plan_lines
+from trainer.schedule import peak_learning_rate
 
 
 def scale(mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Results of evaluations: each measurement has a file of its own, and figures are printed where none can be written."""
+"""Results of evaluations: each measurement has a file of its own, and figures are printed if none can be written."""
 
 import errno
 import json
@@ -118,7 +118,7 @@ def test_what_was_measured_on_images_that_changed_since_is_set_aside(
 def test_figures_are_printed_where_the_folder_can_not_be_written(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Said before the work; the command succeeds, since its figures are on stdout."""
+    """A warning comes before the work; the command succeeds, since its figures are on stdout."""
     (run_dir / "eval").write_text("in the way")
     assert main(["knn", "--run_dir", str(run_dir)]) == 0
     out, err = capsys.readouterr()

@@ -191,19 +191,19 @@ def folder_with_step_1(good: tuple[Run, dict[int, Content]], tmp_path_factory: p
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_checkpoint_that_can_not_be_used_is_passed_over_by_name(
+def test_an_unusable_checkpoint_is_skipped_with_its_name(
     name: str, good: tuple[Run, dict[int, Content]], folder_with_step_1: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, contents = good
     broken = copy.deepcopy(contents[2])
     result = BROKEN[name](broken)
     assert resume_from(run, folder_with_step_1, {2: broken if result is None else result}) == 1
-    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("passed over step_00000002.pt: ")]
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("skipped step_00000002.pt: ")]
     assert len(said) == 1
     assert len(said[0]) < 600
 
 
-def test_where_none_can_be_used_nothing_starts_afresh(good: tuple[Run, dict[int, Content]], tmp_path: Path) -> None:
+def test_no_fresh_start_overwrites_unusable_checkpoints(good: tuple[Run, dict[int, Content]], tmp_path: Path) -> None:
     run, contents = good
     with pytest.raises(
         InputError, match=r"none of the 2 checkpoints in .* can be used\. The newest: checkpoint has no config"
@@ -214,7 +214,7 @@ def test_where_none_can_be_used_nothing_starts_afresh(good: tuple[Run, dict[int,
 
 
 @pytest.mark.parametrize("step", [10, 2**62, 2**70])
-def test_a_step_beyond_the_end_of_the_run_is_passed_over(
+def test_a_checkpoint_beyond_the_end_of_the_run_is_skipped(
     step: int, good: tuple[Run, dict[int, Content]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, contents = good
@@ -225,7 +225,7 @@ def test_a_step_beyond_the_end_of_the_run_is_passed_over(
 def test_other_settings_are_refused_though_an_older_checkpoint_has_these(
     good: tuple[Run, dict[int, Content]], tmp_path: Path
 ) -> None:
-    """The newest is sound: to pass it over would lose its work without a word."""
+    """The newest one is sound: skipping it would silently lose its work."""
     run, contents = good
     other = contents[2] | {"config": contents[2]["config"] | {"seed": 5}}
     with pytest.raises(InputError, match="seed: 5 -> 0"):

@@ -84,7 +84,7 @@ FOLDERS = ("checkpoints", "tensorboard", "eval")
 @pytest.mark.parametrize("kind", ["link", "dangling link", "named pipe", "other"])
 @pytest.mark.parametrize("name", FILES + FOLDERS)
 def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
-    """Through a link the file of another would be emptied; a named pipe would be waited for."""
+    """Through a link another file would be emptied; opening a named pipe would block."""
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
     if kind == "link":
@@ -106,7 +106,7 @@ def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_pat
     assert not other.is_file() or other.read_text() == "precious"
 
 
-def test_all_that_is_wrong_is_said_at_once_and_folders_may_be_links(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_and_folders_may_be_links(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
     assert open_run_folder(str(tmp_path / "run")) == tmp_path / "run"

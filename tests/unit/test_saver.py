@@ -104,7 +104,7 @@ def test_a_second_save_waits_for_the_first_and_says_so(
     assert time.perf_counter() - began > 0.25
     assert checkpoint_path(tmp_path, 1).exists()
     assert "still waiting for a checkpoint" in caplog.text
-    assert "the loop stood still for 0." in caplog.text
+    assert "training waited 0." in caplog.text
 
 
 def test_a_short_wait_is_not_worth_a_line(saver: Saver, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +130,7 @@ def test_a_full_disk_is_told_once_and_the_next_save_may_work(
         assert (
             f"step {step} was NOT saved: can't write {checkpoint_path(tmp_path, step)}: File too large (3.8 MiB" in text
         )
-        assert f"{row} save(s) in a row failed; a restart goes on from step_00000001.pt" in text
+        assert f"{row} save(s) in a row failed; a restart continues from step_00000001.pt" in text
     assert saver.failed_in_a_row == 2
     error = saver.failure()
     assert isinstance(error, OSError)
@@ -169,7 +169,7 @@ def test_a_folder_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with pytest.raises(FileNotFoundError):
         saver.wait()
     assert "NOT saved" in caplog.text
-    assert "there is no checkpoint to go on from" in caplog.text
+    assert "there is no checkpoint to continue from" in caplog.text
 
 
 def test_a_fault_in_the_thread_is_raised_not_lost(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:

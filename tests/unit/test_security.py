@@ -266,11 +266,11 @@ def test_prepare_takes_no_tars_and_writes_into_its_folder_only(
 
 
 DAMAGED_NUMBERS = [
-    ({"label": [0, 7]}, "a label, for which it has no class"),
-    ({"label": [0, -2]}, "a label, for which it has no class"),
+    ({"label": [0, 7]}, "a label, which is not the number of a class,"),
+    ({"label": [0, -2]}, "a label, which is not the number of a class,"),
     ({"label": [0]}, "the lengths of its columns"),
-    ({"shard": [0, 1]}, "a shard, which there is none of"),
-    ({"shard": [65535, 0]}, "a shard, which there is none of"),
+    ({"shard": [0, 1]}, "the number of a shard"),
+    ({"shard": [65535, 0]}, "the number of a shard"),
     ({"height": [0, 5]}, "the size of an image"),
     ({"split": "/etc"}, "its split or fingerprint"),
     ({"split": "../other"}, "its split or fingerprint"),
@@ -279,7 +279,7 @@ DAMAGED_NUMBERS = [
 
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGED_NUMBERS)
-def test_an_index_with_numbers_of_nothing_is_refused_at_once(tmp_path: Path, damage: dict, problem: str) -> None:
+def test_an_index_with_invalid_values_is_refused_at_once(tmp_path: Path, damage: dict, problem: str) -> None:
     nasty_tar(tmp_path / "set/train-000000.tar", tmp_path / "victim")
     open_index(tmp_path / "set", "train")
     path = tmp_path / "set/.wmse_index/train.index"
@@ -291,7 +291,7 @@ def test_an_index_with_numbers_of_nothing_is_refused_at_once(tmp_path: Path, dam
         else:
             metadata[key] = numbers
     write_index(path, IndexContent(columns, ["a", "b"], metadata))
-    with pytest.raises(InputError, match=f"damaged: {problem} can't be right"):
+    with pytest.raises(InputError, match=f"not a usable index: {problem} can't be right"):
         open_index(tmp_path / "set", "train")
 
 

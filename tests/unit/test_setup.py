@@ -70,13 +70,13 @@ def test_blocks_are_kept_together_only_where_they_are_permuted(tiny_config: Path
     assert rows_together(load_config(tiny_config, [*words, "--loss.iterations", "2"])) == 32
 
 
-def test_a_set_of_another_size_is_said(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(tiny_config, ["--data.expected_images", "50"])
     with caplog.at_level(logging.WARNING):
         check_set_size(config, 50)
         assert not caplog.records
         check_set_size(config, 16)  # one step: enough
-    assert "counts on 50 training images, this set has 16" in caplog.text
+    assert "expects 50 training images, this set has 16" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(
         open_cache(config, index, Ranks(0, 2))
     assert not list(tmp_path.glob("wmse_*"))
     monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"no 0\.\d+ MiB of shared memory in .*nowhere \(No such file"):
+    with pytest.raises(InputError, match=r"can't get 0\.\d+ MiB of shared memory in .*nowhere \(No such file"):
         open_cache(config, index, Ranks())
 
 
-def test_shared_memory_that_is_read_only_is_told_and_its_clean_up_hides_nothing(
+def test_read_only_shared_memory_is_reported_and_its_clean_up_hides_no_error(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

@@ -46,7 +46,7 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
         ("sbatch: {nodes: 3}", "nodes is set by `wmse launch` itself"),
         ("sbatch: {--comment: x}", "'--comment' is no option"),
         ('partition: "a\\nb"', "takes one line without control characters"),
-        ("partition: a\npartition: b", "stands twice"),
+        ("partition: a\npartition: b", "is given twice"),
     ],
 )
 def test_wrong_options_are_named(yaml: str, message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The two splits of an evaluation: classes by name, what is said of them, what is refused before anything is encoded."""
+"""The two splits of an evaluation: classes by name, log lines, and what is refused before anything is encoded."""
 
 import json
 import logging
@@ -12,17 +12,17 @@ import torch
 from PIL import Image
 
 from tests.conftest import TINY
+from trainer import distributed
 from trainer.cluster.ranks import Ranks
 from trainer.config import DataConfig
 from trainer.config_load import load_config
 from trainer.errors import InputError
-from trainer.evaluate import features
 from trainer.evaluate.features import Place
 from trainer.evaluate.splits import open_splits, unusable_files
 
 
 def write_shard(path: Path, labels: list[int]) -> None:
-    """A shard of others: pictures with labels, class names nowhere."""
+    """Write a shard with labels and without class names."""
     with tarfile.open(path, "w") as tar:
         for number, label in enumerate(labels):
             picture = BytesIO()
@@ -41,16 +41,18 @@ def place_of(root: Path, train: list[int], val: list[int]) -> Place:
 
 
 def test_a_class_without_test_images_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also the last one, of which shards without class names say nothing."""
+    """The last class as well, which shards without class names do not show."""
     with caplog.at_level(logging.INFO):
         train, test = open_splits(place_of(tmp_path, [0, 0, 1, 2, 2, 2, 3], [0, 2, 2]))
     assert test.labels.tolist() == [0, 2, 2]
     assert train.labels.tolist() == [0, 0, 1, 2, 2, 2, 3]
     assert "no image of 2 of the 4 classes, which are not measured: 1, 3" in caplog.text
-    assert "7 labelled images of 4 classes; a class has 1 to 3, the median is 1.5" in caplog.text
+    assert "split train: 7 images, 4 classes with 1 to 3 (median 1.5) images each" in caplog.text
 
 
-def test_a_class_without_training_images_is_named_and_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_without_training_images_is_named_and_its_images_count_as_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train, test = open_splits(place_of(tmp_path, [0, 1, 1], [0, 4, 4, 1]))
     assert min(label for label in test.labels if label > 1) >= len(
         train.class_names
@@ -60,14 +62,14 @@ def test_a_class_without_training_images_is_named_and_wrong(tmp_path: Path, capl
 
 def test_classes_are_compared_by_name_not_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(tmp_path, [0, 1, 2], [0, 1, 2])
-    original = features.open_images
+    original = distributed.open_images
 
     def opened(data: DataConfig, split: str, **options: bool) -> object:
         index = original(data, split, **options)
         index.class_names = ["ant", "bee", "cat"] if split == "train" else ["bee", "dog", "ant"]
         return index
 
-    monkeypatch.setattr(features, "open_images", opened)
+    monkeypatch.setattr(distributed, "open_images", opened)
     _, test = open_splits(place)
     assert [test.class_names[label] for label in test.labels] == ["bee", "dog", "ant"]
     assert test.class_names[:3] == ["ant", "bee", "cat"]
@@ -77,7 +79,7 @@ def test_classes_are_compared_by_name_not_by_number(tmp_path: Path, monkeypatch:
     ("train", "val", "message"),
     [
         ([1, 1, 1], [1, 1], r"'train' in .* has labelled images of one class only \(1\)"),
-        ([0, 1], [2, 3], r"have no class in common: the one has images of 0, 1, the other of 2, 3"),
+        ([0, 1], [2, 3], r"have no class in common: the first has images of 0, 1, the second of 2, 3"),
         ([0, 1], [-1, -1], r"'val' in .* has no labelled images"),
         ([-1, -1], [0, 1], r"'train' in .* has no labelled images"),
     ],
@@ -92,8 +94,7 @@ def test_images_without_a_label_are_counted(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO):
         train, _ = open_splits(place_of(tmp_path, [0, -1, 1, -1], [0, 1]))
     assert train.labelled.tolist() == [0, 2]
-    assert "split train: 2 labelled images of 2 classes" in caplog.text
-    assert "; 2 images without a label do not count" in caplog.text
+    assert "split train: 4 images, 2 classes with 1 image each, 2 images without a label" in caplog.text
 
 
 def test_files_that_were_never_indexed_are_counted(
@@ -108,4 +109,4 @@ def test_files_that_were_never_indexed_are_counted(
         caplog.clear()
         train, test = open_splits(Place(config, Ranks(), torch.device("cpu")))
         assert (len(test.labelled), unusable_files(train), unusable_files(test)) == (15, 0, 1)
-        assert "the split 'val' has 1 files that are no usable pictures and do not count" in caplog.text
+        assert "the split 'val' has 1 files that are not usable images and do not count" in caplog.text

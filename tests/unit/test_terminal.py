@@ -1,4 +1,4 @@
-"""The terminal of a run: its bar, and what its loss costs."""
+"""A run goes on and log.txt is complete when its terminal is gone."""
 
 import errno
 import io
@@ -9,29 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.integration.run_files import metrics, state
 from trainer.cli import main
-from trainer.terminal import Bar, lasting_stderr
+from trainer.progress import RunBar
+from trainer.terminal import lasting_stderr
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_the_bar_moves_each_step_and_fits_the_terminal(width: int) -> None:
-    out = io.StringIO()
-    bar = Bar(31190, 31200, Console(file=out, width=width, force_terminal=True))
-    for step in range(31191, 31196):
-        bar.move(step, "loss 0.812  1690 img/s" if step == 31193 else None)
-        bar._progress.refresh()
-    bar.close()
-    drawn = [CONTROL.sub("", line) for line in re.split(r"[\r\n]", out.getvalue())]
-    drawn = [line for line in drawn if line]
-    assert max(map(len, drawn)) <= width
-    for step in range(31191, 31196):
-        assert any(f"{step}/31200" in line for line in drawn)
-    assert ("loss 0.812" in drawn[-1]) == (width == 80)
 
 
 class Terminal(io.StringIO):
@@ -74,12 +58,12 @@ def test_a_run_outlives_its_terminal_and_log_txt_is_complete(
         assert "step 4/4" in CONTROL.sub("", terminal.getvalue())
 
 
-def test_a_process_without_stderr_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stderr_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with lasting_stderr():
         print("dropped", file=sys.stderr)
         assert not sys.stderr.isatty()
-        Bar(0, 10).move(1)
+        RunBar(0, 10).move(1)
     assert sys.stderr is None
 
 
@@ -90,13 +74,13 @@ def test_lines_are_written_two_steps_late_and_stamped_when_measured(
     from trainer.metrics import MetricsWriter
 
     run_dir, there = tmp_path / "run", {}
-    made = MetricsWriter.made
+    made = MetricsWriter.show_step
 
     def note(self: MetricsWriter, step: int, *views: object) -> None:
         made(self, step, *views)
         there[step] = (time.time(), [line["step"] for line in metrics(run_dir)])
 
-    monkeypatch.setattr(MetricsWriter, "made", note)
+    monkeypatch.setattr(MetricsWriter, "show_step", note)
     words = ["--data.root", str(tiny_set), "--run_dir", str(run_dir), "--log.every_steps", "4"]
     assert main(["pretrain", "--config", str(tiny_config), *words]) == 0
     assert [there[step][1] for step in (4, 6, 7)] == [[], [], [4]]  # asked before the lines of a step's end are written

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         metavar="FILE",
-        help="the experiment: YAML or a recipe's name (loss: one rank's step; default: the recipes')",
+        help="the experiment: YAML, or the name of a recipe (loss: one rank's step; default: those of all recipes)",
     )
     parser.add_argument(
         "--ranks", type=int, metavar="R", help="loss: ranks that share the experiment's step (default 1)"

@@ -15,13 +15,12 @@ from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.data.decode_cache import DecodeCache
-from trainer.data.index import Index
+from trainer.data.index import Index, open_images
 from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.shards import list_shards
 from trainer.device import choose_device
 from trainer.run_plan import check_set_size
-from trainer.setup import open_shared_index
 
 WARMUP_STEPS = 3
 Loaders = dict[str, Callable[[], Iterator[Any]]]  # name -> a function that starts it
@@ -61,7 +60,7 @@ class ColdIndex:
 def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | None = None) -> Iterator[Batch]:
     """Batch after batch of the config's plan, for as long as asked; cold: from files that are not in the page cache. cache: of
     decoded images; None: each batch is decoded, whatever the config says."""
-    index = open_shared_index(config, Ranks())
+    index = open_images(config.data, config.data.train_split, progress=True)
     check_set_size(config, len(index))
     images = config.data.images_per_step
     planner = Planner(

@@ -47,7 +47,7 @@ class BadImages:
         self.ids = {i for i, name in self.known.items() if i < count and self.index.name(i) == name}
         if len(self.ids) < len(self.known):
             stale = len(self.known) - len(self.ids)
-            _log.warning("%s: %d entries are not about this set, passed over", self.quarantine, stale)
+            _log.warning("%s: ignored %d entries that do not match this set", self.quarantine, stale)
         self.images_read = 0
         self._known = len(self.ids)
         self._lock = threading.Lock()  # two readers may come upon one bad image, as its own and as a replacement
@@ -61,7 +61,7 @@ class BadImages:
             self.ids.add(image_id)
             self.images_read += 1  # the image that takes its place
         name, problem = self.index.name(image_id), printable(problem)
-        _log.warning("can't use %s: %s; the next image of the set takes its place", printable(name), problem)
+        _log.warning("can't use %s: %s; the next image of the set takes its place", name, problem)
         if self.quarantine is not None:
             entry = {"step": step, "id": image_id, "image": name, "problem": problem, "rank": self.rank}
             _append(self.quarantine, entry)
@@ -78,15 +78,14 @@ class BadImages:
             return
         raise InputError(
             f"{counts} can't be used ({share:.2%}, more than data.max_bad_share {self.max_share:.2%}), {what}. "
-            f"`wmse check-data {printable(str(self.index.root))}` names every bad file: put them right, or set "
-            "data.max_bad_share higher"
+            f"`wmse check-data {printable(str(self.index.root))}` names every bad file: repair them or raise data.max_bad_share"
         )
 
 
 def read_quarantine(path: Path, first_step: int) -> dict[int, str]:
     """{id: name} of the images that were found bad, by any rank, in steps before `first_step`. Empty where there is no file.
 
-    A line that is no entry (torn, when a process was killed) is passed over with a warning."""
+    A line that is not an entry (torn, because a process was killed) is ignored with a warning."""
     return {entry["id"]: entry["image"] for entry in _entries_before(path, first_step)}
 
 
@@ -106,7 +105,7 @@ def _entries_before(path: Path, first_step: int) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         entry = _parse(line)
         if entry is None:
-            _log.warning("%s: line %d is torn or no entry, passed over", path, number)
+            _log.warning("%s: ignored line %d, which is torn or not an entry", path, number)
         elif entry["step"] < first_step:
             entries.setdefault(entry["id"], entry)
     return list(entries.values())
@@ -116,7 +115,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
         numbers, texts = [entry["step"], entry["id"]], [entry["image"], entry["problem"]]
-    except (ValueError, KeyError, TypeError, RecursionError):  # the last for brackets in brackets in brackets
+    except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: deeply nested brackets
         return None
     sound = all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(text, str) for text in texts)
     return entry if sound else None

@@ -14,9 +14,10 @@ import numpy as np
 from PIL import Image
 
 from trainer.config import DataConfig
+from trainer.data.cache_folder import find_cache
 from trainer.data.decoding import decode
 from trainer.data.formats import inspect_image
-from trainer.data.index import Index, describe_labels, find_cache
+from trainer.data.index import Index, describe_labels
 from trainer.data.index_build import (
     WHOLE_FOLDER,
     file_name,
@@ -36,25 +37,37 @@ from trainer.data.shards import (
     read_shard,
     uncompress_shard,
 )
-from trainer.errors import InputError, refuse_machine_fault
+from trainer.errors import InputError
+from trainer.files import refuse_machine_fault
 from trainer.progress import with_progress
+
+OnBad = Callable[[str, str], None]  # (name, problem)
 
 
 @dataclass
 class CheckReport:
-    """What was found. `converted`: valid pictures of rarer kinds. `bad`: (path below the set, problem), in order. `notes`:
-    what looks unintended but can be trained on. `splits`: what each split holds, in words."""
+    """What was found, and `on_bad`, which is called with each bad file as it is found."""
 
+    on_bad: OnBad
     checked: int = 0
     converted: int = 0
+    """Valid images of rarer kinds, which are converted when they are read."""
     bad: list[tuple[str, str]] = field(default_factory=list)
+    """(path below the set, problem) of each bad file, in order."""
     notes: list[str] = field(default_factory=list)
+    """What looks unintended but can be trained on."""
     splits: list[str] = field(default_factory=list)
+    """A line for each split: how many files, classes and images of a class."""
+
+    def add_bad(self, name: str, problem: str) -> None:
+        """Add a bad file."""
+        self.bad.append((printable(name), problem))
+        self.on_bad(*self.bad[-1])
 
 
-class Place(NamedTuple):
-    """Where one picture's bytes are: `nbytes` from `offset` on, or the whole file where nbytes is -1. size: (height, width)
-    in pixels that an index gives."""
+class StoredImage(NamedTuple):
+    """Where one image's bytes are: `nbytes` from `offset` on, or the whole file if nbytes is -1. size: (height, width) in
+    pixels as an index has it."""
 
     name: str
     path: str
@@ -64,9 +77,6 @@ class Place(NamedTuple):
     size: tuple[int, int] | None = None
 
 
-Say = Callable[[str, str], None]  # (name, problem)
-
-
 def check_data(
     path: Path,
     *,
@@ -74,62 +84,48 @@ def check_data(
     threads: int | None = None,
     progress: bool = False,
     limits: DataConfig | None = None,
-    say: Say = lambda name, problem: None,
+    on_bad: OnBad = lambda name, problem: None,
 ) -> CheckReport:
     """Check what training would read of a set: tar shards, or an image folder with or without splits and classes.
 
-    splits: only these (default: all that there are). Each of `threads` (default: the processors) holds one decoded picture.
-    limits: whose max_image_pixels and max_classes hold. say: called with each bad file as it is found. Raises InputError
-    where there is nothing to check.
+    splits: the only ones to check; None: all. threads: None: one a processor; each holds one decoded image. limits: its
+    max_image_pixels and max_classes hold. on_bad: called with (name, problem) of each bad file as it is found. Raises
+    InputError if there is nothing to check.
     """
     limits = limits or DataConfig()
     path = Path(path).expanduser()
     if not path.is_dir():
         raise InputError(f"{path}: no such folder")
-    report = CheckReport()
-
-    def add(name: str, problem: str) -> None:
-        report.bad.append((printable(name), problem))
-        say(*report.bad[-1])
-
+    report = CheckReport(on_bad)
     shard_splits = sorted({found[1] for entry in path.iterdir() if (found := SHARD_NAME.fullmatch(entry.name))})
     for split in _select(path, splits, shard_splits) if shard_splits else splits or _folder_splits(path):
-        list_places = _places_in_shards if shard_splits else _places_in_folder
-        places = list(list_places(path, split, limits, report.notes, add))
-        labels = np.array([place.label for place in places], np.int32)
-        report.splits.append(f"split {split}: {len(places)} files, {describe_labels(labels)}")
-        others = _check_places(places, split, threads, progress, partial(_check, limits.max_image_pixels), report, add)
-        if others:
-            report.notes.append(
-                f"split {split}: {len(others)} files are no pictures, left out ({', '.join(others[:5])})"
-            )
+        if shard_splits:
+            images = list(_list_in_shards(path, split, limits.max_classes, report))
+        else:
+            images = list(_list_in_folder(path, split, report))
+        labels = np.array([image.label for image in images], np.int32)
+        report.splits.append(f"split {split}: {len(images)} files, {describe_labels(labels)}")
+        with ThreadPool(threads) as pool, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_image_pixels decides
+            verdicts = pool.imap(partial(_check_image, limits.max_image_pixels), images, chunksize=16)
+            shown = with_progress(verdicts, len(images), f"check {split}", progress)
+            _add_verdicts(split, zip(images, shown, strict=True), report)
     if not report.checked and not report.bad:
         raise InputError(f"{path}: no files to check in it; {'; '.join(report.notes)}")
     return report
 
 
-def _check_places(
-    places: list[Place],
-    split: str,
-    threads: int | None,
-    progress: bool,
-    check: Callable[[Place], tuple[str, str]],
-    report: CheckReport,
-    add: Say,
-) -> list[str]:
-    """Check them all; returns the names of the files that are not meant to be pictures."""
+def _add_verdicts(split: str, verdicts: Iterator[tuple[StoredImage, tuple[str, str]]], report: CheckReport) -> None:
     others = []
-    with ThreadPool(threads) as pool, warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels decides
-        verdicts = with_progress(pool.imap(check, places, chunksize=16), len(places), f"check {split}", progress)
-        for place, (verdict, problem) in zip(places, verdicts, strict=True):
-            report.checked += 1
-            report.converted += verdict == "convert"
-            if verdict == "other":
-                others.append(printable(place.name))
-            elif verdict == "bad":
-                add(place.name, problem)
-    return others
+    for image, (verdict, problem) in verdicts:
+        report.checked += 1
+        report.converted += verdict == "convert"
+        if verdict == "other":
+            others.append(printable(image.name))
+        elif verdict == "bad":
+            report.add_bad(image.name, problem)
+    if others:
+        report.notes.append(f"split {split}: {len(others)} files are not images, left out ({', '.join(others[:5])})")
 
 
 def _select(path: Path, wanted: Sequence[str] | None, available: list[str]) -> list[str]:
@@ -139,104 +135,109 @@ def _select(path: Path, wanted: Sequence[str] | None, available: list[str]) -> l
 
 
 def _folder_splits(path: Path) -> list[str]:
-    """All folders beside `train`; the whole folder where it is not divided into splits."""
+    """All folders beside `train`; the whole folder if it is not divided into splits."""
     return list_class_folders(path) if (path / "train").is_dir() else [WHOLE_FOLDER]
 
 
-def _places_in_shards(root: Path, split: str, limits: DataConfig, notes: list[str], add: Say) -> Iterator[Place]:
-    """The pictures that training reads: those of the index of a prepared set, else those that the tars list. What is wrong
-    with tars and indices themselves is added."""
-    shards, in_tars = [], []
-    for packed in list_shards(root, split):
-        shard = packed
-        try:
-            shard = uncompress_shard(packed, root if packed.suffix != ".gz" else find_cache(root, None))
-            shards.append(shard)
-            contents = read_shard(shard)
-        except InputError as error:
-            add(packed.name, str(error).removeprefix(f"{shard}: "))
-            continue
-        notes += [f"{packed.name}/{name}: is part of another sample, left out" for name in contents.left_out]
-        in_tars += [Place(f"{shard.name}/{sample.member}", str(shard), *sample[1:]) for sample in contents.samples]
+def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckReport) -> Iterator[StoredImage]:
+    """Yield the images that training reads: those of a prepared set's index, else those that the tars list. Problems of the
+    tars and the index themselves go to the report."""
+    shards, in_tars = _list_in_tars(root, split, report)
     try:
-        labels = np.array([place.label for place in in_tars], np.int32)
-        name_classes(labels, read_class_names(root), [place.name for place in in_tars], limits.max_classes)
+        labels = np.array([image.label for image in in_tars], np.int32)
+        name_classes(labels, read_class_names(root), [image.name for image in in_tars], max_classes)
     except InputError as error:
-        add(split, str(error))
+        report.add_bad(split, str(error))
     path = root / f"{split}.index"
-    if not path.exists():
+    problem = _check_index(path, shards) if path.exists() else ""
+    if problem:
+        report.add_bad(path.name, problem)
+    if problem or not path.exists():
         yield from in_tars
         return
-    if problem := _check_index(path, shards):
-        add(path.name, problem)
-        yield from in_tars
-        return
-    indexed = list(_places_in_index(Index(path, root, shards)))
-    if different := {place._replace(size=None) for place in indexed} - set(in_tars):
-        add(path.name, f"{len(different)} of its images are not in the tars as it says, such as {min(different).name}")
+    indexed = list(_list_in_index(Index(path, root, shards)))
+    if different := {image._replace(size=None) for image in indexed} - set(in_tars):
+        first = min(different).name
+        report.add_bad(path.name, f"{len(different)} of its images are not in the tars as it says, such as {first}")
     yield from indexed
 
 
-def _places_in_index(index: Index) -> Iterator[Place]:
+def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Path], list[StoredImage]]:
+    """Return the shards, uncompressed, and the images of those that can be read."""
+    shards, images = [], []
+    for packed in list_shards(root, split):
+        shard = packed
+        try:
+            shard = uncompress_shard(packed, root if packed.suffix != ".gz" else find_cache(root))
+            shards.append(shard)
+            contents = read_shard(shard)
+        except InputError as error:
+            report.add_bad(packed.name, str(error).removeprefix(f"{shard}: "))
+            continue
+        report.notes += [f"{packed.name}/{name}: is part of another sample, left out" for name in contents.left_out]
+        images += [StoredImage(f"{shard.name}/{sample.member}", str(shard), *sample[1:]) for sample in contents.samples]
+    return shards, images
+
+
+def _list_in_index(index: Index) -> Iterator[StoredImage]:
     for i in range(len(index)):
         shard, offset, nbytes = index.place(i)
         size = int(index.heights[i]), int(index.widths[i])
-        yield Place(index.name(i), str(shard), int(index.labels[i]), offset, nbytes, size)
+        yield StoredImage(index.name(i), str(shard), int(index.labels[i]), offset, nbytes, size)
 
 
 def _check_index(path: Path, shards: list[Path]) -> str:
     try:
         metadata, columns = read_index(path)
         if compute_fingerprint(columns, metadata["class_names"]) != metadata["fingerprint"]:
-            return "its contents do not give its fingerprint: damaged; delete it"
+            return "its contents do not match its fingerprint: damaged; delete it"
     except (InputError, KeyError) as error:
         return str(error)
     return "" if metadata.get("shards") == describe_shards(shards) else "made for other shards: delete it"
 
 
-def _places_in_folder(root: Path, split: str, _: DataConfig, notes: list[str], add: Say) -> Iterator[Place]:
+def _list_in_folder(root: Path, split: str, report: CheckReport) -> Iterator[StoredImage]:
     folder = root / split
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     try:
         listing = list_folder(root, split)
     except InputError as error:
-        notes.append(str(error))
+        report.notes.append(str(error))
         return
     except OSError as error:
-        return add(str(error.filename), f"cannot be read: {error.strerror}")
-    notes += listing.notes
+        return report.add_bad(str(error.filename), f"cannot be read: {error.strerror}")
+    report.notes += listing.notes
     for label, name in zip(listing.labels, listing.names, strict=True):
         below = os.path.normpath(os.path.join(split, file_name(listing.class_names, label, name)))
-        yield Place(below, os.path.join(root, below), label)
+        yield StoredImage(below, os.path.join(root, below), label)
 
 
-def _check(max_pixels: int, place: Place) -> tuple[str, str]:
-    """(ok, convert, other or bad; problem) of one picture."""
-    data = b""
+def _check_image(max_pixels: int, image: StoredImage) -> tuple[str, str]:
+    """Return ("ok", "convert", "other" or "bad", problem)."""
     try:
-        with open(place.path, "rb", opener=open_without_waiting) as file:
+        with open(image.path, "rb", opener=open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return "bad", "a pipe, socket or device"
-            file.seek(place.offset)
-            data = file.read(place.nbytes)
+            file.seek(image.offset)
+            data = file.read(image.nbytes)
         info = inspect_image(data, max_pixels)
         if info.kind == "bad":
-            return "other" if _is_no_picture(place.name, data) else "bad", info.problem
+            return "bad" if _is_meant_as_image(image.name, data) else "other", info.problem
         height, width, _ = decode(data, max_pixels).shape
     except OSError as error:
         refuse_machine_fault(error)
         return "bad", f"cannot be read: {error.strerror or error}"
     except InputError as error:
         return "bad", str(error)
-    if place.size not in (None, (height, width)):
-        return "bad", f"is {height}x{width} pixels, and not as the index says"
+    if image.size not in (None, (height, width)):
+        return "bad", f"is {height}x{width} pixels, unlike its entry in the index"
     return ("convert" if info.kind == "convert" else "ok"), ""
 
 
-def _is_no_picture(name: str, data: bytes) -> bool:
-    """Whether a file that can't be read as a picture was never meant as one: by its ending, or as text without an ending."""
+def _is_meant_as_image(name: str, data: bytes) -> bool:
+    """Whether a file that can't be read as an image was meant as one: by its suffix or, without one, by not being text."""
     stem, dot, suffix = os.path.basename(name).rpartition(".")
     if dot and stem:
-        return suffix.lower() not in PICTURE_SUFFIXES
-    return bool(data) and data.isascii() and b"\0" not in data
+        return suffix.lower() in PICTURE_SUFFIXES
+    return not data or not data.isascii() or b"\0" in data

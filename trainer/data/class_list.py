@@ -1,4 +1,4 @@
-"""A list of classes as a text file, one a line, for a part of a set such as ImageNet-100."""
+"""Read a list of classes, a text file with one a line, that selects a subset such as ImageNet-100."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from trainer.errors import InputError
 
 
 def read_class_list(path: Path, known: list[str]) -> list[str]:
-    """The classes of a list, in the order of `known`, the set's own. The first word of a line is the class, unless the whole
-    line is one; what follows a # is a comment. Raises InputError naming file and line."""
+    """Read the classes of a list; return them in the order of `known`, the classes of the set.
+
+    The first word of a line is the class, unless the whole line is one; # begins a comment. Raises InputError naming file and
+    line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -30,9 +32,9 @@ def read_class_list(path: Path, known: list[str]) -> list[str]:
             )
         if name in first_line:
             raise InputError(
-                f"{path}, line {number}: the class {printable(name)!r} is in line {first_line[name]} already"
+                f"{path}, line {number}: the class {printable(name)!r} is already in line {first_line[name]}"
             )
         first_line[name] = number
     if not first_line:
-        raise InputError(f"{path}: lists no class: give one a line, as the folders of the set are named")
+        raise InputError(f"{path}: lists no class: give the name of a class folder on each line")
     return [name for name in known if name in first_line]

@@ -1,8 +1,8 @@
-"""The one way in which an image's bytes become pixels, wherever images are decoded one by one.
+"""Decode single images, in the same way everywhere.
 
-A run's DALI graph decodes whole batches. Where a batch fails, or pixels are needed outside of the graph (decode cache,
-check-data), images are decoded here, by the same decoder with the same settings: the verdict on an image and its pixels
-are the same on every path. What DALI refuses and Pillow reads is converted by Pillow (`formats.to_direct`).
+A run's DALI graph decodes whole batches. If a batch fails, or pixels are needed outside of the graph (decode cache,
+check-data), images are decoded here by the same decoder with the same settings, so that an image has the same verdict and the
+same pixels everywhere. Images that DALI refuses and Pillow reads are decoded by Pillow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.errors import InputError
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-    """(H, W, 3) RGB pixels as a run sees them. Raises InputError naming the problem."""
+    """Decode an image to (H, W, 3) RGB pixels as a run sees them. Raises InputError naming the problem."""
     info = inspect_image(data, max_pixels)
     if info.kind == "bad":
         raise InputError(info.problem)
@@ -24,7 +24,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
 
 
 def decode_by_dali(data: bytes, *, on_gpu: bool = False) -> NDArray[np.uint8] | None:
-    """The same for bytes whose structure `inspect_image` calls direct, by DALI alone; None where it refuses them."""
+    """Decode by DALI alone bytes that `inspect_image` calls direct, to (H, W, 3); None if DALI refuses them."""
     from nvidia.dali.experimental.dynamic import decoders  # takes a second
 
     encoded, device = np.frombuffer(data, np.uint8), "gpu" if on_gpu else "cpu"

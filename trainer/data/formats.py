@@ -1,9 +1,9 @@
-"""What a file's bytes are, told from their structure: a few microseconds for the usual JPEG or PNG.
+"""Judge an image file by the structure of its bytes: a few microseconds for the usual JPEG or PNG.
 
 Three verdicts. "direct": DALI decodes the bytes as they are, to the same pixels as Pillow's `convert("RGB")` (measured with
-DALI 2.4 on the CPU: no difference). "convert": a valid picture of a rarer kind; `to_direct` makes a PNG of it. "bad": no
-picture, or one whose structure is broken; it must never reach DALI, whose decoder may end the process on such bytes.
-Pictures are taken as stored: nobody turns them by their EXIF orientation.
+DALI 2.4 on the CPU: no difference). "convert": a valid picture of a rarer kind; `to_direct` makes a PNG of it. "bad": not an
+image, or one whose structure is broken; it must never reach DALI, whose decoder may end the process on such bytes.
+Images are used as stored: their EXIF orientation is ignored.
 """
 
 import io
@@ -20,10 +20,9 @@ Kind = Literal["direct", "convert", "bad"]
 # Only these of Pillow's readers are used: others start programs (EPS) or guess from very little (TGA).
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM")
 MAX_PIXELS = 178_956_970  # Pillow refuses larger pictures as decompression bombs; one rule for both decoders
-MOST_PASSES = (
-    16  # times that a progressive JPEG's scans may go over the largest picture allowed; usual ones have 10 scans
-)
-HEAD_BYTES = 16 * 1024  # settles nearly all photographs: what precedes the size is EXIF and colour profiles
+# a progressive JPEG's scans times its pixels may be this many times the largest number of pixels; usual ones have 10 scans
+MOST_PASSES = 16
+HEAD_BYTES = 16 * 1024  # enough for nearly all photographs: only EXIF data and colour profiles precede the size
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_COLOUR_TYPES = (0, 2, 3, 4, 6)
@@ -52,18 +51,19 @@ class _Body(NamedTuple):
 
 
 def inspect_head(head: bytes) -> ImageInfo | None:
-    """Verdict from a file's first bytes, for building an index without reading whole files.
+    """Judge a file by its first bytes, to build an index without reading whole files.
 
-    None where they do not settle it: read the whole file and ask `inspect_image`. The file's end is not looked at.
+    None if they are not enough: then pass the whole file to `inspect_image`. The end of the file is not checked.
     """
     structure = _walk(head)
     return structure.info if structure and structure.info.kind == "direct" else None
 
 
 def inspect_image(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageInfo:
-    """Verdict on a whole file, which is bad if it has more than `max_pixels`. Never raises.
+    """Judge a whole file; it is bad if it has more than `max_pixels`. Never raises.
 
-    A JPEG or PNG of broken structure is decoded to tell; damage that leaves the structure whole only decoding finds.
+    A JPEG or PNG with a broken structure is decoded to see whether Pillow reads it. Damage that leaves the structure whole
+    is found only by decoding.
     """
     structure = _walk(data)
     body = _BODIES[structure.info.format](data, structure.body) if structure else _Body(False)
@@ -75,7 +75,7 @@ def inspect_image(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageInfo:
 
 
 def _is_too_much(info: ImageInfo, scans: int, max_pixels: int) -> str:
-    """What a decoder would take too much memory or time for."""
+    """Return why decoding would take too much memory or time, or an empty text."""
     pixels = info.height * info.width
     if pixels > max_pixels:
         return f"has {info.height}x{info.width} pixels, more than data.max_image_pixels {max_pixels:,}"
@@ -85,7 +85,7 @@ def _is_too_much(info: ImageInfo, scans: int, max_pixels: int) -> str:
 
 
 def to_direct(data: bytes) -> bytes:
-    """A picture of any readable kind as a lossless 8-bit RGB PNG, by Pillow's `convert("RGB")`; an animation's first frame.
+    """Convert any readable image to a lossless 8-bit RGB PNG by Pillow's `convert("RGB")`; of an animation the first frame.
 
     Raises InputError naming the problem.
     """
@@ -93,7 +93,7 @@ def to_direct(data: bytes) -> bytes:
 
 
 def decode_rgb(data: bytes) -> Image.Image:
-    """Any readable picture's pixels by Pillow's `convert("RGB")`. Raises InputError naming the problem."""
+    """Decode any readable image by Pillow's `convert("RGB")`. Raises InputError naming the problem."""
     return _decode(data).convert("RGB")
 
 
@@ -119,7 +119,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _ask_pillow(data: bytes, whole: bool, max_pixels: int) -> ImageInfo:
-    """Pillow's verdict, by its header alone, or by a full decode for a JPEG or PNG whose structure looks broken."""
+    """Judge a file by Pillow: by its header alone, or by a full decode for a JPEG or PNG whose structure looks broken."""
     try:
         image = _open(data)
         size = ImageInfo("convert", image.format or "", image.height, image.width)
@@ -136,12 +136,12 @@ def _problem(error: Exception, data: bytes) -> str:
     if not data:
         return "empty file"
     if isinstance(error, UnidentifiedImageError):  # Pillow's own text names a memory address
-        return f"no readable picture ({len(data)} bytes, the first are {data[:12]!r})"
+        return f"not a readable image ({len(data)} bytes, the first are {data[:12]!r})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _walk(data: bytes) -> _Structure | None:
-    """The structure up to the compressed pixels, if it is a JPEG's or PNG's and unbroken so far."""
+    """Parse a JPEG or PNG up to the compressed pixels; None if it is neither or is broken before them."""
     try:
         if data.startswith(b"\xff\xd8"):
             return _walk_jpeg(data)
@@ -180,7 +180,7 @@ def _jpeg_frame(data: bytes, marker: int, position: int) -> ImageInfo:
 
 
 def _jpeg_body(data: bytes, body: int) -> _Body:
-    """Whether from the first scan on only what may stand there does, up to the end marker; and the number of scans."""
+    """Check that only allowed segments follow the first scan, up to the end marker, and count the scans."""
     scans = 1
     while found := _JPEG_MARKER.search(data, body):
         marker, body = data[found.end() - 1], found.end()

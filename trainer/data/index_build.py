@@ -1,4 +1,4 @@
-"""Looks at an image folder as it lies (ImageNet's layout) and makes an index's content of it."""
+"""Build the content of an index from an image folder in ImageNet's layout."""
 
 import logging
 import os
@@ -13,12 +13,15 @@ import numpy as np
 from trainer.data.formats import HEAD_BYTES, ImageInfo, inspect_head, inspect_image
 from trainer.data.index_file import Columns, IndexContent
 from trainer.data.printable import printable
-from trainer.errors import InputError, refuse_machine_fault
+from trainer.errors import InputError
+from trainer.files import refuse_machine_fault
 from trainer.progress import with_progress
 
 LAYOUT = "expected ROOT/SPLIT/CLASS/IMAGE (such as train/n01440764/n01440764_18.JPEG) or shards ROOT/SPLIT-000000.tar"
 WHOLE_FOLDER = "."  # the split of a folder that is not divided into splits
-READ_THREADS = min(32, 4 * (os.cpu_count() or 1))  # reading heads waits for the disk, not for the processor
+READ_THREADS = min(
+    32, 4 * (os.cpu_count() or 1)
+)  # reading the first bytes of files waits for the disk, not for the processor
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ Verdict = tuple[int, ImageInfo]  # (size of the file in bytes, what it is)
 
 
 class Listing(NamedTuple):
-    """The files of one split. `names` are below the class folder, or below the split where the label is -1; `folders` are
+    """The files of one split. `names` are relative to the class folder, or to the split if the label is -1; `folders` are
     (path below the split, mtime in ns)."""
 
     labels: list[int]
@@ -37,7 +40,7 @@ class Listing(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """What a folder holds, hidden entries apart, each list sorted as text."""
+    """The entries of a folder except hidden ones, each list sorted as text."""
 
     folders: list[str]
     files: list[str]
@@ -57,22 +60,22 @@ def _list_entries(folder: Path) -> _Entries:
 
 
 def list_class_folders(folder: Path) -> list[str]:
-    """Names of the class folders, sorted as text ('100' before '2', as ImageNet's own lists and torchvision have it)."""
+    """List the class folders, sorted as text ('100' before '2', as in ImageNet's own lists and torchvision)."""
     return _list_entries(folder).folders
 
 
 def find_class_names(root: Path, split: str) -> list[str]:
-    """The classes that labels count: the training split's folders, or the split's own where that has none."""
+    """Return the class names by label: the folders of the training split, or the split's own if that has none."""
     train = root / "train"
     names = list_class_folders(train) if split != WHOLE_FOLDER and train.is_dir() else []
     return names or list_class_folders(root / split)
 
 
 def list_folder(root: Path, split: str, classes: Sequence[str] | None = None) -> Listing:
-    """List ROOT/SPLIT/CLASS/**, or everything below ROOT/SPLIT without labels where no folder in it is a class. Hidden files
-    and folders are ignored. Raises InputError naming path and expected layout where there is nothing.
+    """List ROOT/SPLIT/CLASS/**, or everything below ROOT/SPLIT without labels if no folder in it is a class.
 
-    classes: the only ones to take, else all."""
+    Hidden files and folders are ignored. classes: the only ones to take; None: all. Raises InputError naming path and expected
+    layout if there are no files."""
     folder = root / split
     class_names = find_class_names(root, split) if classes is None else list(classes)
     entries = _list_entries(folder)
@@ -80,11 +83,11 @@ def list_folder(root: Path, split: str, classes: Sequence[str] | None = None) ->
         entries = entries._replace(folders=[name for name in entries.folders if name in classes])
         if not entries.folders:
             raise InputError(
-                f"{folder}: has no folder of the listed classes; leave it out: name the other splits with --splits"
+                f"{folder}: has no folder of the listed classes: leave this split out by naming the others with --splits"
             )
     listing = Listing([], [], class_names, [("", folder.stat().st_mtime_ns)], [])
     if set(entries.folders).isdisjoint(class_names):
-        listing.folders.clear()  # its own time comes with those of the folders in it
+        listing.folders.clear()  # `_list_files` adds the folder itself, too
         listing.names.extend(_list_files(folder, "", listing.folders))
         listing.labels.extend([-1] * len(listing.names))
         listing.notes.extend(_note_unlabelled(folder, entries, class_names, len(listing.names)))
@@ -104,9 +107,9 @@ def list_folder(root: Path, split: str, classes: Sequence[str] | None = None) ->
 def build_folder(
     root: Path, split: str, progress: bool, classes: Sequence[str] | None = None
 ) -> tuple[IndexContent, list[str]]:
-    """Content of a folder's index, and notes for the user. Reads the first bytes of every file, in threads.
+    """Build the content of a folder's index, and notes for the user. Reads the first bytes of every file, in threads.
 
-    classes: as for `list_folder`."""
+    classes: as for `list_folder`, which also raises its InputError."""
     listing = list_folder(root, split, classes)
     names = [
         file_name(listing.class_names, label, name) for label, name in zip(listing.labels, listing.names, strict=True)
@@ -120,12 +123,12 @@ def build_folder(
 
 
 def file_name(class_names: Sequence[str], label: int, name: str) -> str:
-    """The path of an image below its split: CLASS/NAME, or NAME where it has no label."""
+    """Return the path of an image below its split: CLASS/NAME, or NAME if it has no label."""
     return name if label < 0 else f"{class_names[label]}/{name}"
 
 
 def inspect_stored(descriptor: int, offset: int, nbytes: int) -> ImageInfo:
-    """Verdict on nbytes of an open file from `offset` on; reads all of them only where the first ones do not settle it."""
+    """Judge the image in nbytes of an open file from `offset` on; read all of them only if the first ones are not enough."""
     if nbytes >= 2**31:
         return ImageInfo("bad", "", 0, 0, "2 GiB or larger")
     if nbytes <= HEAD_BYTES:
@@ -134,14 +137,14 @@ def inspect_stored(descriptor: int, offset: int, nbytes: int) -> ImageInfo:
 
 
 def open_without_waiting(path: str, flags: int) -> int:
-    """An opener for `open`: a named pipe that nobody writes to is not waited for."""
+    """Open a file without waiting for a writer, if it is a named pipe. An opener for `open`."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def assemble_content(
     columns: Columns, names: list[str], verdicts: list[Verdict], metadata: dict[str, Any], display_names: list[str]
 ) -> IndexContent:
-    """Join columns and verdicts; bad files are left out and listed. Raises InputError where no image remains."""
+    """Join columns and verdicts; leave out bad files and list them. Raises InputError if no image remains."""
     kept = np.array([info.kind != "bad" for _, info in verdicts], bool)
     bad = [
         (printable(name), info.problem)
@@ -161,10 +164,10 @@ def assemble_content(
 
 
 def log_left_out(content: IndexContent, bad_list: Path) -> None:
-    """Say how many files were left out and name the first; all are in `bad_list`."""
+    """Log how many files were left out, and the first of them; all are in `bad_list`."""
     if content.bad:
         _log.warning(
-            "split %s: %d of %d files are no usable pictures, left out: %s; all in %s",
+            "split %s: %d of %d files are not usable images and were left out: %s; %s lists all",
             content.metadata["split"],
             len(content.bad),
             len(content.bad) + len(content.names),
@@ -174,7 +177,8 @@ def log_left_out(content: IndexContent, bad_list: Path) -> None:
 
 
 def _list_files(folder: Path, below_folder: str, folders: list[tuple[str, int]]) -> list[str]:
-    """Files below FOLDER/BELOW_FOLDER, also nested ones (Tiny ImageNet's CLASS/images/), as sorted paths below that."""
+    """List all files below FOLDER/BELOW_FOLDER, nested ones as well (Tiny ImageNet's CLASS/images/), as sorted relative
+    paths."""
     found: list[str] = []
     pending = [""]
     visited = set()  # a link may lead back to a folder above
@@ -208,11 +212,11 @@ def _inspect_file(path: str) -> Verdict:
 
 def _note_unlabelled(folder: Path, entries: _Entries, class_names: list[str], count: int) -> list[str]:
     if not entries.folders:
-        return [f"{folder}: has no class folders: its {count} files are taken without labels"]
+        return [f"{folder}: has no class folders: its {count} files are used without labels"]
     return [
         f"{folder}: none of its {len(entries.folders)} folders ({some_names(entries.folders)}) is a class of the training "
-        f"split ({some_names(class_names)}): its {count} files are taken without labels; to have labels, sort them into "
-        "folders named like those"
+        f"split ({some_names(class_names)}): its {count} files are used without labels; for labels, sort them into "
+        "folders with those names"
     ]
 
 
@@ -220,20 +224,20 @@ def _note_oddities(folder: Path, entries: _Entries, class_names: list[str]) -> l
     notes = []
     if extra := sorted(set(entries.folders) - set(class_names)):
         notes.append(
-            f"{folder}: {len(extra)} folders are no class of the training split, left out ({some_names(extra)})"
+            f"{folder}: {len(extra)} folders are not classes of the training split and are left out ({some_names(extra)})"
         )
     if missing := sorted(set(class_names) - set(entries.folders)):
         notes.append(f"{folder}: {len(missing)} classes of the training split have no folder ({some_names(missing)})")
     if entries.files:
         loose = entries.files
         notes.append(
-            f"{folder}: {len(loose)} files lie beside the class folders, left out ({some_names(loose)}); {LAYOUT}"
+            f"{folder}: {len(loose)} files beside the class folders are left out ({some_names(loose)}); {LAYOUT}"
         )
     if broken := entries.broken_links:
-        notes.append(f"{folder}: {len(broken)} links lead nowhere, left out ({some_names(broken)})")
+        notes.append(f"{folder}: {len(broken)} links are broken and are left out ({some_names(broken)})")
     return notes
 
 
 def some_names(names: Sequence[str]) -> str:
-    """The first five, for a message."""
+    """Join the first five names, for a message."""
     return ", ".join(printable(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")

@@ -48,7 +48,7 @@ class IndexContent:
 
 
 def write_index(path: Path, content: IndexContent) -> None:
-    """Write the index atomically, and beside it SPLIT.bad.txt where files were left out."""
+    """Write the index atomically, and SPLIT.bad.txt beside it if files were left out."""
     encoded = [name.encode("utf-8", "surrogateescape") for name in content.names]
     columns = dict(content.columns)
     columns["name_end"] = np.cumsum([len(name) for name in encoded], dtype=np.uint64)
@@ -69,18 +69,19 @@ def write_index(path: Path, content: IndexContent) -> None:
 
 
 def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
-    """Metadata and memory-mapped columns. Raises InputError where the file is no index, cut, or of another version."""
+    """Return metadata and memory-mapped columns. Raises InputError if the file is not an index, cut off, or of another
+    version."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             magic, version, length = _HEADER.unpack(file.read(_HEADER.size))
             if magic != MAGIC:
-                raise InputError(_unusable(path, "it does not begin as one"))
+                raise InputError(_unusable(path, "it does not begin like one"))
             if version != VERSION:
                 raise InputError(_unusable(path, f"it has format version {version}, this program reads {VERSION}"))
             metadata = json.loads(file.read(length))
         layout = [(name, np.dtype(dtype), int(count)) for name, dtype, count in metadata["columns"]]
-        if any(dtype.hasobject or count < 0 for _, dtype, count in layout):  # objects would be addresses of memory
+        if any(dtype.hasobject or count < 0 for _, dtype, count in layout):  # objects would be memory addresses
             raise ValueError("not plain numbers")
     except (struct.error, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
@@ -94,8 +95,39 @@ def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
     return metadata, columns
 
 
+def check_contents(path: Path, metadata: dict[str, Any], columns: Columns, num_shards: int | None) -> None:
+    """Raise InputError if the index, which may come from elsewhere, would end a run hours later at one of its images.
+
+    num_shards: how many tar shards it is of; None: it is of an image folder."""
+    dtypes = COLUMN_DTYPES if num_shards is None else COLUMN_DTYPES | SHARD_COLUMN_DTYPES
+    split, class_names = metadata.get("split"), metadata.get("class_names")
+    labels, lengths = columns.get("label"), {len(columns.get(name, ())) for name in dtypes}
+    problem = ""
+    if not isinstance(split, str) or not is_inside(split) or not isinstance(metadata.get("fingerprint"), str):
+        problem = "its split or fingerprint"
+    elif not isinstance(class_names, list) or not all(isinstance(name, str) for name in class_names):
+        problem = "its class names"
+    elif labels is None or lengths != {len(labels)} or not len(labels):
+        problem = "the lengths of its columns"
+    elif any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
+        problem = "the types of its columns"
+    elif labels.max() >= len(class_names) or labels.min() < -1:
+        problem = "a label, which is not the number of a class,"
+    elif num_shards is not None and columns["shard"].max() >= num_shards:
+        problem = "the number of a shard"
+    elif min(columns["height"].min(), columns["width"].min()) < 1:
+        problem = "the size of an image"
+    if problem:
+        raise InputError(_unusable(path, f"{problem} can't be right"))
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative path stays inside its folder."""
+    return bool(name) and not name.startswith("/") and ".." not in name.split("/")
+
+
 def compute_fingerprint(columns: Columns, class_names: list[str]) -> str:
-    """Hash over all columns and the class names: equal only for the same images in the same order with the same labels."""
+    """Hash all columns and the class names: equal only for the same images in the same order with the same labels."""
     digest = hashlib.blake2b(json.dumps(class_names).encode(), digest_size=16)
     for name in sorted(columns):
         digest.update(f"\n{name} {len(columns[name])}\n".encode())

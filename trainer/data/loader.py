@@ -1,8 +1,8 @@
 """Reads the files of coming steps ahead of need, has DALI draw their views, and hands them over as one tensor.
 
 Readers (threads) -> one thread that checks the bytes and computes the graph's inputs -> DALI -> view-major buffer.
-What is no picture never reaches a decoder. An image that can't be used is named once and replaced by the next one of
-the set: that depends on the files alone, so every restart and any number of ranks replaces it by the same image.
+A file that is not an image never reaches DALI. An image that can't be used is named once and replaced by the next one of the
+set: that depends on the files alone, so that every restart and any number of ranks replaces it by the same image.
 
 Shapes: N images of this rank in the step, d views, S pixels a side.
 """
@@ -198,7 +198,8 @@ class ViewLoader:
                 self._start(step)
 
     def _find_refused(self) -> bool:
-        """Decode one by one what DALI was given as batches: convert or replace what it refuses. Whether there was any."""
+        """Decode the images of the batches given to DALI one by one; convert or replace those it refuses. Return whether it
+        did any."""
         if self._cache is not None:  # DALI was given pixels
             return False
         given = [
@@ -206,7 +207,8 @@ class ViewLoader:
             for prepared in self._fed
             for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True)
         ]
-        return any(list(self._readers.map(lambda item: self._is_refused(*item), given)))
+        refused = list(self._readers.map(lambda item: self._is_refused(*item), given))
+        return any(refused)
 
     def _is_refused(self, step: int, image_id: int, data: NDArray[np.uint8]) -> bool:
         if decode_by_dali(data.tobytes(), on_gpu=self._place.device_id is not None) is not None:

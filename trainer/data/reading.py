@@ -1,6 +1,6 @@
-"""One image's bytes, checked, as DALI can have them; passing faults of a network file system are waited out.
+"""Read and check one image's bytes for DALI, and try again after temporary faults of a network file system.
 
-Which thread reads what, and since when, can be asked at any time: a file system that hangs raises nothing.
+`waiting_for` tells what is being read and since when: a file system that hangs raises no error.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import time
 from trainer.data.formats import MAX_PIXELS, inspect_image, to_direct
 from trainer.data.index import Index
 from trainer.data.printable import printable
-from trainer.errors import InputError, refuse_machine_fault
+from trainer.errors import InputError
+from trainer.files import refuse_machine_fault
 
 RETRY_PAUSES = (0.1, 1.0)  # seconds before the second and the third try
-PASSING_FAULTS = frozenset(
+TEMPORARY_FAULTS = frozenset(
     {
         errno.EIO,
         errno.ESTALE,  # a server of NFS was restarted, or the file replaced there
@@ -46,15 +47,15 @@ class ImageReader:
         self.index = index
         self.max_pixels = max_pixels
         self.refused_by_dali: set[int] = set()
-        """Images that are converted though their structure is sound."""
+        """Images that are converted although their structure is sound."""
         # thread -> (image, since when). Each thread writes its own entry only: no lock
         self._reading: dict[int, tuple[int, float]] = {}
-        self._said_passing = False
+        self._logged_temporary_fault = False
 
     def read(self, image_id: int) -> tuple[bytes, str | None]:
-        """Bytes that DALI decodes, and None; or what is wrong with the image.
+        """Return (bytes that DALI decodes, None), or (no bytes, what is wrong with the image).
 
-        Raises InputError where the machine is at fault, and not the image."""
+        Raises InputError if the machine is at fault and not the image."""
         try:
             data = self._read_stored(image_id)
         except OSError as error:
@@ -72,11 +73,10 @@ class ImageReader:
             return b"", str(error)
 
     def waiting_for(self) -> list[tuple[str, float]]:
-        """(name, seconds) of each image that is being read just now, the longest first; from any thread, at any time."""
+        """Return (name, seconds) of each image that is being read now, the longest first. Any thread may call this."""
         now = time.monotonic()
-        reading = sorted(
-            self._reading.copy().values(), key=lambda item: item[1]
-        )  # copy() is one step, no thread between
+        # copy() is atomic: no other thread can change the dict meanwhile
+        reading = sorted(self._reading.copy().values(), key=lambda item: item[1])
         return [(self.index.name(image_id), now - since) for image_id, since in reading]
 
     def _read_stored(self, image_id: int) -> bytes:
@@ -93,14 +93,14 @@ class ImageReader:
             try:
                 data = self.index.read(image_id)
             except OSError as error:
-                if error.errno not in PASSING_FAULTS:
+                if error.errno not in TEMPORARY_FAULTS:
                     raise
                 failed = error
             else:
-                if failed is not None and not self._said_passing:
-                    self._said_passing = True
+                if failed is not None and not self._logged_temporary_fault:
+                    self._logged_temporary_fault = True
                     _log.warning(
-                        "%s, but another try read it: a passing fault of the file system; more are not named",
+                        "%s, but a later try succeeded: a temporary fault of the file system; further ones are not logged",
                         printable(str(failed)),
                     )
                 return data

@@ -1,7 +1,7 @@
 """Tar shards in the WebDataset convention: SPLIT-000000.tar with members KEY.jpg (or .png, ...) and KEY.cls, the label as text.
 
-Shards are read in place, at the offsets their headers give; nothing is ever unpacked from them. A compressed shard
-(SPLIT-000000.tar.gz) cannot be read so: it is uncompressed once, as a whole, into the cache.
+Shards are read in place, at the offsets in their headers; no member is ever unpacked to a file. A compressed shard
+(SPLIT-000000.tar.gz) can't be read in place: it is uncompressed once, as a whole, into the cache.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainer.config import DataConfig
 from trainer.data.index_build import (
     READ_THREADS,
     Verdict,
@@ -38,7 +39,6 @@ from trainer.progress import with_progress
 PICTURE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "ppm", "pgm")
 SHARD_NAME = re.compile(r"(.+)-\d+\.tar(?:\.gz)?")  # group 1: the split
 TAR_BLOCK = 512  # bytes; members start at its multiples
-MAX_CLASSES = 100_000  # the default of data.max_classes
 _FREE_SPACE_LEFT = 1 << 28  # bytes left free on the disk of the cache
 _MAX_PADDING = 10_240 + TAR_BLOCK  # bytes of zeros: an end mark of two blocks, filled up to a record of 20 blocks
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """One picture of a shard: bytes [offset, offset + nbytes)."""
+    """One image of a shard: bytes [offset, offset + nbytes)."""
 
     member: str
     label: int
@@ -55,13 +55,15 @@ class Sample(NamedTuple):
 
 
 def list_shards(root: Path, split: str) -> list[Path]:
-    """ROOT/SPLIT-<digits>.tar, or .tar.gz where the plain one is not there, in the order of their names."""
+    """List ROOT/SPLIT-<digits>.tar, or .tar.gz if there is no plain one, in the order of their names."""
     names = {entry.name for entry in root.iterdir() if (m := SHARD_NAME.fullmatch(entry.name)) and m[1] == split}
     return [root / name for name in sorted(names) if name.removesuffix(".gz") not in names - {name}]
 
 
 def uncompress_shard(shard: Path, cache: Path) -> Path:
-    """The shard itself where plain; else its uncompressed copy in `cache`, made where missing or older than the shard."""
+    """Return the shard itself if it is plain, else its uncompressed copy in `cache`, made anew if missing or outdated.
+
+    Raises InputError if the shard is damaged or does not fit on the disk of the cache."""
     if shard.suffix != ".gz":
         return shard
     copy = cache / shard.stem
@@ -77,25 +79,25 @@ def uncompress_shard(shard: Path, cache: Path) -> Path:
             while chunk := source.read(1 << 20):
                 if target.tell() + len(chunk) > free - _FREE_SPACE_LEFT:
                     raise InputError(
-                        f"{shard}: unpacks to more than the {size_text(free)} that are free in {cache}: make room there, "
-                        "or unpack it yourself where there is room"
+                        f"{shard}: unpacks to more than the {size_text(free)} that are free in {cache}: free some space "
+                        "there, or unpack it yourself on another disk"
                     )
                 target.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{shard}: damaged or cut: {error}; get it again") from error
+        raise InputError(f"{shard}: damaged or cut off: {error}; get the file again") from error
     os.utime(copy, ns=(stamp, stamp))
     return copy
 
 
 class ShardContents(NamedTuple):
-    """What a shard holds. `left_out`: members that look like pictures but belong to no sample."""
+    """What a shard holds. `left_out`: members that look like images but are further parts of a sample."""
 
     samples: list[Sample]
     left_out: list[str]
 
 
 class _Header(tarfile.TarInfo):
-    """A tar header whose size can be believed: Python's reader would go backwards by a negative one, without end."""
+    """A tar header that refuses a negative size, with which Python's reader would go backwards for ever."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
@@ -122,30 +124,35 @@ def read_shard(shard: Path) -> ShardContents:
                 parts = list(group)
                 if key in seen:
                     raise InputError(
-                        f"{printable(parts[0].name)}: the parts of sample {printable(key)} are not adjacent, or it comes twice"
+                        f"{printable(parts[0].name)}: the parts of sample {printable(key)} are not adjacent, "
+                        "or the sample is there twice"
                     )
                 seen.add(key)
                 samples.append(_join_parts(tar, key, parts))
                 left_out += [part.name for part in parts if _is_dotted_picture(part.name)]
             _check_end(shard, tar.offset)
     except tarfile.TarError as error:
-        raise InputError(f"{shard}: cannot be read as an uncompressed tar file, or is cut: {error}") from error
+        raise InputError(f"{shard}: cannot be read as an uncompressed tar file, or is cut off: {error}") from error
     except InputError as error:
         raise InputError(f"{shard}: {error}") from error
     return ShardContents(samples, left_out)
 
 
 def build_shards(
-    shards: list[Path], split: str, class_names: list[str] | None, progress: bool, max_classes: int = MAX_CLASSES
+    shards: list[Path],
+    split: str,
+    class_names: list[str] | None,
+    progress: bool,
+    max_classes: int = DataConfig.max_classes,
 ) -> tuple[IndexContent, list[str]]:
-    """Content of the index of uncompressed shards, and notes for the user. Without class names, classes are called by their
-    numbers, of which there are at most `max_classes`.
+    """Build the content of the index of uncompressed shards, and notes for the user.
 
-    Raises InputError naming tar and member for what `read_shard` refuses and for labels beyond the classes.
+    class_names: None: the classes are named by their numbers, at most `max_classes`. Raises InputError naming tar and member
+    for what `read_shard` refuses and for labels without a class.
     """
     if len(shards) > np.iinfo(np.uint16).max:
         raise InputError(
-            f"{shards[0].parent}: {len(shards)} shards of split {split}, at most 65,535: put more into each"
+            f"{shards[0].parent}: {len(shards)} shards of split {split}, more than 65,535: put more images into each"
         )
     samples: list[Sample] = []
     verdicts: list[Verdict] = []
@@ -174,12 +181,12 @@ def build_shards(
 
 
 def describe_shards(shards: list[Path]) -> list[list[str | int]]:
-    """[name, size in bytes] of each: what an index remembers, to notice shards that were cut, changed or added."""
+    """Return [name, size in bytes] of each, which an index keeps to notice shards that were cut, changed or added."""
     return [[shard.name, shard.stat().st_size] for shard in shards]
 
 
 def read_class_names(root: Path) -> list[str] | None:
-    """Class names of a prepared set, from ROOT/dataset.json; None where there is no such file."""
+    """Read the class names of a prepared set from ROOT/dataset.json; None if there is no such file. Raises InputError."""
     path = root / "dataset.json"
     if not path.exists():
         return None
@@ -190,20 +197,21 @@ def read_class_names(root: Path) -> list[str] | None:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """(key, suffix): the suffix begins at the first dot of the base name."""
+    """Split a name into (key, suffix) at the first dot of the base name."""
     folder, base = os.path.split(name)
     stem, _, suffix = base.partition(".")
     return os.path.join(folder, stem), suffix.lower()
 
 
 def _is_dotted_picture(name: str) -> bool:
-    """Whether a member such as `a.1.jpg` looks like a picture, but is a further part of sample `a`."""
+    """Whether a member such as `a.1.jpg` looks like an image of its own, but is a further part of sample `a`."""
     _, dot, last = _split_name(name)[1].rpartition(".")
     return bool(dot) and last in PICTURE_SUFFIXES
 
 
 def _is_wanted(member: tarfile.TarInfo) -> bool:
-    """Whether the member is a file that counts. Raises InputError for a picture or label that is no plain file."""
+    """Whether the member is a plain file that is not hidden. Raises InputError for an image or label that is not a plain
+    file."""
     name = os.path.basename(member.name)
     if name.startswith(".") or member.isdir():
         return False
@@ -212,16 +220,16 @@ def _is_wanted(member: tarfile.TarInfo) -> bool:
     if name.lower().rpartition(".")[2] in (*PICTURE_SUFFIXES, "cls"):
         kind = "link" if member.islnk() or member.issym() else "sparse file" if member.issparse() else "special file"
         raise InputError(
-            f"{printable(member.name)}: is a {kind}, whose bytes do not stand in the tar as they are: "
-            "make the shard again by `tar --dereference --hard-dereference` and without --sparse"
+            f"{printable(member.name)}: is a {kind}, whose bytes are not stored in the tar as they are: "
+            "make the shard again with `tar --dereference --hard-dereference` and without --sparse"
         )
     return False
 
 
 def _check_end(shard: Path, end: int) -> None:
-    """Raises InputError unless nothing but a tar's usual padding follows its last member, which ends at byte `end`.
+    """Raise InputError if anything but a tar's usual padding follows its last member, which ends at byte `end`.
 
-    Python's reader takes any header that it can't read for the end of the file.
+    Python's reader takes any header that it can't read for the end of the file, so that later members would be lost.
     """
     size = shard.stat().st_size
     with shard.open("rb") as file:
@@ -232,9 +240,8 @@ def _check_end(shard: Path, end: int) -> None:
         while chunk := file.read(1 << 20):
             if rest := chunk.lstrip(b"\0"):
                 position += len(chunk) - len(rest)
-                what = (
-                    "follow after zeros" if position >= end + TAR_BLOCK else "follow, which begin with no sound header"
-                )
+                after_zeros = position >= end + TAR_BLOCK
+                what = "follow after zeros" if after_zeros else "follow that do not begin with a valid header"
                 raise InputError(
                     f"its members end at byte {end}, but {size - position} bytes {what}: the file is damaged there "
                     "(get it again), or several tar files were joined by `cat` (keep them apart)"
@@ -256,7 +263,7 @@ def _join_parts(tar: tarfile.TarFile, key: str, parts: list[tarfile.TarInfo]) ->
         raise InputError(
             f"the sample {printable(key)} ({names}) has {len(pictures)} pictures and {len(labels) + len(own_labels)} labels; "
             f"it must have one picture ({', '.join('.' + suffix for suffix in PICTURE_SUFFIXES)}) and at most one label "
-            "(.cls). The name of a sample ends at its first dot: rename files with more dots"
+            "(.cls). A sample's name ends at its first dot: rename files with more dots"
         )
     return Sample(
         pictures[0].name, _read_label(tar, labels[0]) if labels else -1, pictures[0].offset_data, pictures[0].size
@@ -283,11 +290,11 @@ def _inspect_shard(shard: Path) -> tuple[ShardContents, list[Verdict]]:
 def _notes(split: str, labels: np.ndarray, left_out: list[str]) -> list[str]:
     notes = []
     if (unlabelled := int((labels < 0).sum())) > 0:
-        notes.append(f"split {split}: {unlabelled} of {len(labels)} pictures have no label")
+        notes.append(f"split {split}: {unlabelled} of {len(labels)} images have no label")
     if left_out:
         notes.append(
-            f"split {split}: {len(left_out)} pictures with several dots in their names are parts of other samples, left out "
-            f"({some_names(left_out)})"
+            f"split {split}: {len(left_out)} images with several dots in their names are parts of other samples and are "
+            f"left out ({some_names(left_out)})"
         )
     return notes
 
@@ -295,13 +302,13 @@ def _notes(split: str, labels: np.ndarray, left_out: list[str]) -> list[str]:
 def name_classes(
     labels: np.ndarray, class_names: list[str] | None, display_names: Sequence[str], max_classes: int
 ) -> list[str]:
-    """The classes' names, by default their numbers. Raises InputError naming an image whose label is none of the classes."""
+    """Return the class names, by default their numbers. Raises InputError naming an image whose label is not a class."""
     if class_names is None:
         class_names = [str(label) for label in range(min(max(labels, default=-1) + 1, max_classes))]
     wrong = np.flatnonzero((labels < -1) | (labels >= len(class_names)))
     if wrong.size:
         raise InputError(
-            f"{display_names[wrong[0]]}: label {labels[wrong[0]]} is none of the {len(class_names)} classes (-1: no label; "
-            "data.max_classes limits their number where no dataset.json names them)"
+            f"{display_names[wrong[0]]}: label {labels[wrong[0]]} is not one of the {len(class_names)} classes (-1: no label; "
+            "data.max_classes limits their number if no dataset.json names them)"
         )
     return class_names

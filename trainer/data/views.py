@@ -133,7 +133,7 @@ def view_pipeline(
 def decode(encoded: Any, place: Placement) -> Any:
     """RGB pixels as stored (no EXIF turning) of encoded images.
 
-    The shape is read first: bytes that are no picture raise an error there, where the decoder would end the process.
+    The shape is read first: bytes that are not an image raise an error there, while the decoder would end the process.
     """
     shape = fn.peek_image_shape(encoded, adjust_orientation=False)
     size = fn.cast(fn.slice(shape, start=[0], shape=[2], axes=[0]), dtype=types.INT32)

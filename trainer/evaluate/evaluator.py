@@ -1,4 +1,4 @@
-"""The evaluator of a run: takes its encoders one after the other and measures them."""
+"""The evaluator of a run: loads its encoders one after the other and measures them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.checkpoint import choose_checkpoint, load_checkpoint, put_encoder
 from trainer.cluster.ranks import Ranks
 from trainer.commit import git_commit
 from trainer.config import Config
 from trainer.config_changes import plain_settings
 from trainer.config_load import load_config
-from trainer.device import choose_device
+from trainer.device import PRECISION_NAMES, choose_device
 from trainer.errors import InputError
 from trainer.evaluate.features import (
     Encode,
@@ -38,7 +36,6 @@ from trainer.evaluate.splits import classes_with_images, open_splits, unusable_f
 from trainer.model import Model, build_model
 
 _log = logging.getLogger(__name__)
-_PRECISIONS = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast"}
 
 
 class Evaluator:
@@ -60,7 +57,7 @@ class Evaluator:
         return open_splits(self.place)
 
     def check(self, measures: Sequence[str]) -> None:
-        """Open the splits. Every rank calls this. Raises InputError where they don't allow the measures."""
+        """Open the splits. Every rank calls this. Raises InputError if the measures can't be made on them."""
         train, _ = self.splits
         if "knn" in measures:
             check_neighbours(self.config.evaluate.knn_k, len(train.labelled))
@@ -71,7 +68,7 @@ class Evaluator:
         return _plain_model(self.config).to(self.place.device)
 
     def encoder(self, which: str) -> tuple[Encode, Source]:
-        """What turns pixels into features. which: as for `run_evaluation`."""
+        """Return what turns pixels into features, and its source. which: as for `run_evaluation`."""
         if which == "pixels":
             return raw_pixels, Source(which)
         if which == "random":
@@ -81,14 +78,15 @@ class Evaluator:
         return self.trained_encoder(content, path), Source(str(content["step"]), path, content["sha256"])
 
     def trained_encoder(self, content: dict[str, Any], path: Path) -> Encode:
-        """The encoder of a loaded checkpoint; valid until the next one is taken. Raises InputError for one of another model."""
+        """Load the encoder of a checkpoint; it is valid until the next one is loaded. Raises InputError for one of another
+        model."""
         _check_same_encoder(content["config"], self.config, path)
         put_encoder(self._model, content["model"], path)
         _log.info("encoder of step %d from %s", content["step"], path)
         return trained_encoder(self._model)
 
     def measure(self, encode: Encode, source: Source, measures: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(measure, result) one by one; nothing on ranks but the first."""
+        """Yield (measure, result) one by one on the first rank, nothing on the others. Every rank calls this."""
         self.check(measures)
         train_split, test_split = self.splits
         began = time.perf_counter()
@@ -117,14 +115,15 @@ class Evaluator:
             "classes": len(learnt),
             "classes_without_test_images": [test_split.class_names[n] for n in learnt if n not in tested],
             "classes_without_training_images": [test_split.class_names[n] for n in tested if n not in learnt],
-            "precision": _PRECISIONS[encoding_dtype(self.place)],
+            "precision": PRECISION_NAMES[encoding_dtype(self.place)],
             "commit": git_commit(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
 
 def load_encoder_content(path: Path) -> dict[str, Any]:
-    """A checkpoint whose encoder can be measured. Raises InputError where it can't be read or its weights are not finite."""
+    """Load a checkpoint whose encoder is to be measured. Raises InputError if it can't be read or has weights that are not
+    finite."""
     content = load_checkpoint(path)
     weights = {name: value for name, value in content["model"].items() if name.startswith("encoder.")}
     wrong = [name for name, value in weights.items() if not value.isfinite().all()]
@@ -137,7 +136,7 @@ def load_encoder_content(path: Path) -> dict[str, Any]:
 
 
 def _plain_model(config: Config) -> Model:
-    """The run's model with plain BatchNorm: in evaluation there is one view and no other rank's rows."""
+    """Build the run's model with plain BatchNorm: an evaluation has one view and no rows of other ranks."""
     plain = replace(config.model, encoder_batch_norm="joint", projector_batch_norm="joint", batch_norm_ranks="local")
     return build_model(replace(config, model=plain), Ranks())
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.data.index import Index, open_images
+from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, eval_requests
 from trainer.data.views import eval_recipe
 from trainer.device import autocast_dtype
-from trainer.distributed import one_rank_a_node_first, require_same
+from trainer.distributed import open_on_all_ranks, require_same
 from trainer.errors import InputError
 from trainer.model import Model
 from trainer.progress import with_progress
@@ -66,11 +66,9 @@ class Split:
 
 
 def open_split(name: str, place: Place) -> Split:
-    """Open a split; every rank calls this. Raises InputError where it has no labelled images, or fewer than ranks."""
+    """Open a split; every rank calls this. Raises InputError if it has no labelled images or fewer than there are ranks."""
     root = place.config.data.root
-    index = one_rank_a_node_first(
-        place.ranks, lambda: open_images(place.config.data, name, progress=place.ranks.is_first)
-    )
+    index = open_on_all_ranks(place.config.data, name, place.ranks)
     split = Split(name, index, np.asarray(index.labels, np.int64), index.class_names)
     count = len(split.labelled)
     if not count:
@@ -79,20 +77,21 @@ def open_split(name: str, place: Place) -> Split:
             "have labels with --data.probe_split and --data.test_split"
         )
     if count < place.ranks.world_size:
-        raise InputError(f"the split {name!r} has {count} labelled images: take no more ranks than that")
+        raise InputError(f"the split {name!r} has {count} labelled images: start no more ranks than that")
     require_same(place.ranks, f"the images of {name}", f"{len(index)} ({index.fingerprint})")
     return split
 
 
 def extract(encode: Encode, split: Split, place: Place) -> Features:
-    """Features of all labelled images of `split`; the same on every rank. Raises InputError where they are not finite."""
+    """Compute the features of all labelled images of `split`; they are the same on every rank.
+
+    Every rank calls this. Raises InputError if they are not finite."""
     index, labelled = split.index, split.labelled
     own = np.array_split(labelled, place.ranks.world_size)[place.ranks.rank]
     parts, used = [torch.zeros(0)], []
-    batches, title = _batches(index, own, place), f"encode images of {split.name}"
-    for pixels, asked, shown in with_progress(
-        batches, len(own), title, place.ranks.is_first, lambda batch: len(batch[1])
-    ):
+    batches = _batches(index, own, place)
+    title = f"encode images of {split.name}"
+    for pixels, asked, shown in with_progress(batches, len(own), title, place.ranks.is_first, _batch_size):
         with torch.inference_mode(), _in_precision(place):
             features = encode(pixels).float().cpu()
         right = asked == shown  # the loader puts another image in an unusable one's place: it must not count
@@ -106,6 +105,10 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
         )
     _check_finite(x, ids, split)
     return Features(x, torch.from_numpy(split.labels[ids]), split.class_names, left_out)
+
+
+def _batch_size(batch: tuple[Tensor, np.ndarray, np.ndarray]) -> int:
+    return len(batch[1])
 
 
 def _check_finite(x: Tensor, ids: np.ndarray, split: Split) -> None:
@@ -149,7 +152,7 @@ def untrained_encoder(model: Model, place: Place) -> Encode:
         norm.reset_running_stats()
         norm.momentum = None  # a plain average over the batches
     data = place.config.data
-    index = one_rank_a_node_first(place.ranks, lambda: open_images(data, data.train_split))
+    index = open_on_all_ranks(data, data.train_split, place.ranks)
     count = min(len(index), _STATISTICS_BATCHES * place.config.evaluate.images_per_batch)
     spread = np.linspace(0, len(index) - 1, count).astype(np.int64)
     model.train()

@@ -1,4 +1,4 @@
-"""Follows a run from beside it: measures each of its checkpoints as it appears, until the run is over."""
+"""Follow a run from another process: measure each checkpoint as it appears, until the run is over."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], 
 
 
 def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, watch: RunWatch) -> Evaluator | None:
-    """The evaluator, once the run has written its settings; None if it ends without."""
+    """Return the evaluator once the run has written its settings; None if the run ends without them."""
     said = False
     while not (run_dir / "config.yaml").exists():
         why_over = watch.why_over()
@@ -85,18 +85,17 @@ class _Follower:
         return found
 
     def _has_result(self, measure: str, step: int) -> bool:
-        problems: list[str] = []
-        own = Source(str(step))
-        return "top1" in read_json(self._evaluator.results.path(measure, own), problems)
+        path = self._evaluator.results.path(measure, Source(str(step)))
+        return "top1" in read_json(path, [])
 
     def measure_all(self) -> None:
-        """Measure what is due now; a checkpoint that can't be read is named and passed over, for this time."""
+        """Measure what is due now; log a checkpoint that can't be read and skip it this time."""
         for step, path, missing in self.due():
             try:
                 content = load_encoder_content(path)
             except InputError as error:
                 self._tries[path, _written(path)] += 1
-                _log.warning("step %d is passed over: %s", step, error)
+                _log.warning("step %d is skipped: %s", step, error)
                 continue
             self._measure(step, missing, content, path)
 
@@ -110,18 +109,18 @@ class _Follower:
                 self._evaluator.results.write(source, {measure: result})
             except OSError as error:
                 self._tries[path, _written(path)] += 1
-                _log.error("step %d: the result could not be kept: %s; it will be measured again", step, error)
+                _log.error("step %d: the result could not be written: %s; it will be measured again", step, error)
         print_table(source.name, results)
 
     def failures(self) -> str:
-        """The checkpoints that could never be read, in words."""
+        """Name the checkpoints that could never be read, for the last log line."""
         lost = [path for (path, written), tries in self._tries.items() if tries >= _TRIES and written == _written(path)]
         names = sorted(path.name for path in lost if path.exists())
         return f"; could not be read: {', '.join(names)}" if names else ""
 
 
 def _written(path: Path) -> float:
-    """When a file was last written; 0 where it has gone."""
+    """Return when a file was last written; 0 if it is gone."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -155,8 +154,7 @@ class RunWatch:
         if job and job.is_active:
             self._job_seen = time.time()
             return None
-        if (
-            job is None and silent <= _SILENT_SECONDS
-        ):  # nobody knows: the disk may hang, or the run moves to another job
+        # without word from SLURM the disk may hang, or the run may be moving to another job
+        if job is None and silent <= _SILENT_SECONDS:
             return None
         return f"the run said that it is {run.status}, but gave no sign of life for {(time.time() - last) / 60:.0f} min"

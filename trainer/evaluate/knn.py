@@ -13,13 +13,13 @@ _CHUNK_ELEMENTS = 1 << 28  # of one block of distances: 1 GiB in float32
 
 
 def knn_top1(train: Features, test: Features, k: int, device: torch.device) -> float:
-    """Percent of the test images whose k nearest training images vote for the right class."""
+    """Return the percentage of test images whose k nearest training images vote for the right class."""
     predicted = knn_predict(train.x, train.labels, test.x, k, len(train.class_names), device)
     return (predicted == test.labels).double().mean().item() * 100
 
 
 def check_neighbours(k: int, num_train: int) -> None:
-    """Raises InputError where there are fewer training images than neighbours asked for."""
+    """Raise InputError if there are fewer training images than neighbours."""
     if k > num_train:
         raise InputError(
             f"evaluate.knn_k is {k}, but the training split has {num_train} images: set it to {num_train} or less"

@@ -1,8 +1,8 @@
-"""Where results are kept: RUN_DIR/eval/*.json. A result never overwrites that of another measurement.
+"""Keep results as RUN_DIR/eval/*.json. A result never overwrites that of another measurement.
 
 MEASURE_NAME.json         of the run's own checkpoint (NAME is its step), "random" or "pixels", with the run's own settings
-MEASURE_NAME_DIGEST.json  of other settings, another set or another run's checkpoint; or set aside, since what lay under the
-                          first name was measured on what has changed since (the images, the checkpoint)
+MEASURE_NAME_DIGEST.json  of other settings, another set or another run's checkpoint; or a result that had the first name,
+                          renamed because the images or the checkpoint have changed since
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trainer.evaluate.report import FIGURES
 from trainer.files import write_text
 
 _log = logging.getLogger(__name__)
-_ROOM_BYTES = 1 << 16  # several times what the results of one encoder take
-# settings, or beginnings of their names, that shape a figure: of every measure, and of some
+_ROOM_BYTES = 1 << 16  # several times the size of one encoder's results
+# settings, or beginnings of their names, that affect a figure: of every measure, and of some
 _SHAPING = ("views.side", "views.test_resize", "views.interpolation", "evaluate.precision")
 _SHAPING_OF = {
     "linear": ("seed", "evaluate.probe_"),
     "knn": ("evaluate.knn_k",),
     "random": ("seed", "model.", "views.mean", "views.std", "data.train_split", "evaluate.images_per_batch"),
 }
-# what two results of one measurement have in common
+# keys that are equal in two results of the same measurement
 _IDENTITY = (
     "data_root",
     "train_split",
@@ -57,15 +57,16 @@ class Source(NamedTuple):
 
 
 class Results:
-    """The results of one run, measured with `config`, where config.yaml says `own`. out: a file to take instead of eval/."""
+    """The results of one run. config: the settings of the measurement; own: those of the run. out: a file instead of eval/."""
 
     def __init__(self, run_dir: Path, own: Config, config: Config, out: Path | None = None) -> None:
         self._run_dir, self._own, self._config, self._out = run_dir, own, config, out
         self._can_keep = True
 
     def check(self, *, must_keep: bool = False) -> None:
-        """Before the work: say where results can't be kept; they are printed in any case. Raises InputError for an `out` that
-        exists or can't be written and, with must_keep, where eval/ can't be."""
+        """Check before the work whether results can be kept, and warn if not; they are printed in any case.
+
+        Raises InputError for an `out` that exists or can't be written and, with must_keep, if eval/ can't be written."""
         if self._out is not None and self._out.exists():
             raise InputError(f"--out {self._out} exists already: give a new name, so that no result is lost")
         folder = self._run_dir / "eval" if self._out is None else self._out.absolute().parent
@@ -79,7 +80,7 @@ class Results:
         except OSError as error:
             if self._out is not None or must_keep:
                 raise InputError(
-                    f"can't write to {folder}: {error.strerror}; make room or name another place"
+                    f"can't write to {folder}: {error.strerror}; free some space or name another place"
                 ) from error
             self._can_keep = False
             _log.warning(
@@ -95,7 +96,7 @@ class Results:
         return source.path.resolve() == checkpoint_path(self._run_dir / "checkpoints", int(source.name)).resolve()
 
     def about(self, measure: str, source: Source) -> dict[str, Any]:
-        """What a result says of checkpoint, splits and settings."""
+        """Return what a result says about checkpoint, splits and settings."""
         is_step = source.path is not None
         return {
             "checkpoint": source.name,
@@ -103,22 +104,22 @@ class Results:
             "checkpoint_path": str(source.path.absolute()) if source.path else None,
             "checkpoint_sha256": source.sha256,
             "checkpoint_of_this_run": self.owns(source) if is_step else None,
-            **_asked(self._config, measure, source.name),
+            **_conditions(self._config, measure, source.name),
         }
 
     def path(self, measure: str, source: Source) -> Path:
-        """Where the result of a measurement goes."""
-        asked = _asked(self._config, measure, source.name)
-        other: list[Any] = [] if asked == _asked(self._own, measure, source.name) else [asked]
+        """Return the file for the result of a measurement."""
+        conditions = _conditions(self._config, measure, source.name)
+        other: list[Any] = [] if conditions == _conditions(self._own, measure, source.name) else [conditions]
         if not self.owns(source):
             other.append(source.sha256)
         suffix = f"_{_digest(other)}" if other else ""
         return self._run_dir / "eval" / f"{measure}_{source.name}{suffix}.json"
 
     def write(self, source: Source, results: dict[str, dict[str, Any]]) -> None:
-        """Keep {measure: result}, unless `check` has said that this can't be. Raises OSError where it fails."""
+        """Keep {measure: result}, unless `check` found that this is impossible. Raises OSError if it fails."""
         if not self._can_keep:
-            _log.warning("the figures are printed only, as said before")
+            _log.warning("the figures were printed, but not kept: eval/ can't be written")
             return
         if self._out is not None:
             write_text(self._out, json.dumps(results, indent=1) + "\n")
@@ -127,10 +128,10 @@ class Results:
         for measure, result in results.items():
             path = self.path(measure, source)
             path.parent.mkdir(exist_ok=True)
-            for rest in path.parent.glob(f".{path.name}.*"):  # of an evaluator that a signal ended while it wrote
+            for rest in path.parent.glob(f".{path.name}.*"):  # left by an evaluator that was ended while it wrote
                 rest.unlink(missing_ok=True)
             _set_aside_other(path, result)
-            self._draw(measure, source, result)  # ahead of the file, which says that nothing is left to do
+            self._draw(measure, source, result)  # before the file, which marks the measurement as complete
             write_text(path, json.dumps(result, indent=1) + "\n")
             _log.info("written to %s", path)
 
@@ -148,11 +149,11 @@ def _set_aside_other(path: Path, result: dict[str, Any]) -> None:
         return
     kept = path.with_name(f"{path.stem}_{_digest(before)}.json")
     path.rename(kept)
-    _log.info("%s was measured on other images or another checkpoint: it is now %s", path.name, kept.name)
+    _log.info("%s was measured on other images or another checkpoint: renamed to %s", path.name, kept.name)
 
 
-def _asked(config: Config, measure: str, name: str) -> dict[str, Any]:
-    """Splits and settings of a measurement."""
+def _conditions(config: Config, measure: str, name: str) -> dict[str, Any]:
+    """Return the splits and settings of a measurement."""
     shaping = (*_SHAPING, *_SHAPING_OF[measure], *_SHAPING_OF.get(name, ()))
     return {
         "data_root": str(Path(config.data.root).expanduser().resolve()),

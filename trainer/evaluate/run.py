@@ -1,4 +1,4 @@
-"""Measures the encoder of a run once: a process of its own, which reads a checkpoint and writes DIR/eval/*.json."""
+"""Measure the encoder of a run once, in a process of its own: read a checkpoint and write DIR/eval/*.json."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def run_evaluation(
         results = dict(evaluator.measure(encode, source, measures))
     if results:
         print_table(source.name, results)
-        print(json.dumps(results, indent=1), flush=True)  # ahead of the files: a full disk must not cost the figures
+        print(json.dumps(results, indent=1), flush=True)  # before the files: a full disk must not lose the figures
         try:
             evaluator.results.write(source, results)
         except OSError as error:
             place = out or run_dir / "eval"
             raise InputError(
-                f"the figures above were printed, but not kept in {place}: {error.strerror}; make room, or keep them elsewhere "
-                "with --out FILE"
+                f"the figures above were printed, but not kept in {place}: {error.strerror}; free some space, or keep them "
+                "elsewhere with --out FILE"
             ) from error
     return results

@@ -1,4 +1,4 @@
-"""The two splits of an evaluation, opened and checked before anything is encoded. Classes are compared by name."""
+"""Open and check the two splits of an evaluation before anything is encoded. Classes are compared by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trainer.data.index import describe_labels
 from trainer.data.printable import printable
 from trainer.errors import InputError
 from trainer.evaluate.features import Place, Split, open_split
@@ -16,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 def open_splits(place: Place) -> tuple[Split, Split]:
-    """Open what the probe and k-NN learn from, and what they are tested on, the latter in the class numbers of the former.
+    """Open the split that the probe and k-NN learn from, and the test split with the class numbers of the first.
 
-    Every rank calls this. Raises InputError for splits that no figure can be had of."""
+    Every rank calls this. Raises InputError for splits that can't be evaluated on."""
     data = place.config.data
     test = open_split(data.test_split, place)
     train = open_split(data.probe_split or data.train_split, place)
@@ -26,24 +27,24 @@ def open_splits(place: Place) -> tuple[Split, Split]:
     learnt, tested = classes_with_images(train), classes_with_images(test)
     if len(learnt) < 2:
         raise InputError(
-            f"the split {train.name!r} in {data.root} has labelled images of one class only ({_some(train, learnt)}), of which "
-            f"any encoder gets all right: sort them into a folder for each class, {train.name}/CLASS/IMAGE"
+            f"the split {train.name!r} in {data.root} has labelled images of one class only ({_some(train, learnt)}), on which "
+            f"every encoder scores 100%: sort them into a folder for each class, {train.name}/CLASS/IMAGE"
         )
     if not set(learnt) & set(tested):
         raise InputError(
-            f"the splits {train.name!r} and {test.name!r} in {data.root} have no class in common: the one has images of "
-            f"{_some(train, learnt)}, the other of {_some(test, tested)}; give both the same names"
+            f"the splits {train.name!r} and {test.name!r} in {data.root} have no class in common: the first has images of "
+            f"{_some(train, learnt)}, the second of {_some(test, tested)}; give both the same class names"
         )
     if place.ranks.is_first:
         for split in (train, test):
-            _log.info("%s", _describe(split))
+            _log.info("split %s: %d images, %s", split.name, len(split.labels), describe_labels(split.labels))
         for line in _warnings(train, test):
             _log.warning("%s", line)
     return train, test
 
 
 def in_classes_of(train: Split, test: Split) -> Split:
-    """The test split with the training split's class numbers, found by name; classes that only it has follow behind them."""
+    """Give the test split the training split's class numbers, by class name; classes that only it has follow after those."""
     names = list(dict.fromkeys([*train.class_names, *test.class_names]))
     number = {name: i for i, name in enumerate(names)}
     numbers = np.array([number[name] for name in test.class_names], np.int64)
@@ -51,30 +52,20 @@ def in_classes_of(train: Split, test: Split) -> Split:
 
 
 def classes_with_images(split: Split) -> list[int]:
-    """Numbers of the classes that have a labelled image, rising."""
+    """Return the numbers of the classes that have images, ascending."""
     return np.unique(split.labels[split.labelled]).tolist()
 
 
 def unusable_files(split: Split) -> int:
-    """Files that were left out when the split was indexed or prepared: they are named in a list beside the index."""
+    """Count the files that were left out when the split was indexed or prepared, from the list beside the index."""
     listed = split.index.path.with_suffix(".bad.txt")
     return len(listed.read_bytes().splitlines()) if listed.exists() else 0
-
-
-def _describe(split: Split) -> str:
-    counts = np.unique(split.labels[split.labelled], return_counts=True)[1]
-    unlabelled = len(split.labels) - counts.sum()
-    return (
-        f"split {split.name}: {counts.sum()} labelled images of {len(counts)} classes; a class has {counts.min()} to "
-        f"{counts.max()}, the median is {np.median(counts):g}"
-        + (f"; {unlabelled} images without a label do not count" if unlabelled else "")
-    )
 
 
 def _warnings(train: Split, test: Split) -> list[str]:
     learnt, tested = classes_with_images(train), classes_with_images(test)
     lines = [
-        f"the split {split.name!r} has {count} files that are no usable pictures and do not count; "
+        f"the split {split.name!r} has {count} files that are not usable images and do not count; "
         f"{split.index.path.with_suffix('.bad.txt')} names them"
         for split in (train, test)
         if (count := unusable_files(split))
