@@ -61,7 +61,7 @@ class BadImages:
             self.ids.add(image_id)
             self.images_read += 1  # the image that takes its place
         name, problem = self.index.name(image_id), printable(problem)
-        _log.warning("can't use %s: %s; the next image of the set takes its place", name, problem)
+        _log.warning("can't use %s: %s; the next image of the set takes its place", printable(name), problem)
         if self.quarantine is not None:
             entry = {"step": step, "id": image_id, "image": name, "problem": problem, "rank": self.rank}
             _append(self.quarantine, entry)
