@@ -15,6 +15,7 @@ from pictures import encoded, image, make_folder, make_tar, shared
 
 from tests.conftest import write_images
 from trainer.data import index as index_module
+from trainer.data.check import check_data
 from trainer.data.index import Index, open_index
 from trainer.data.index_file import IndexContent, compute_fingerprint, read_index, write_index
 from trainer.errors import InputError
@@ -228,6 +229,7 @@ def test_a_file_over_4_gib_is_the_only_one_left_out(tmp_path: Path) -> None:
         file.truncate(2**32 + 7)  # takes no room on the disk
     assert len(open_index(tmp_path, "train")) == 1
     assert (tmp_path / ".wmse_index/train.bad.txt").read_text() == "cat/huge.jpg\t2 GiB or larger\n"
+    assert check_data(tmp_path).bad == [("train/cat/huge.jpg", "2 GiB or larger")]
 
 
 def test_missing_root(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from trainer.data.decoding import decode
 from trainer.data.formats import inspect_image
 from trainer.data.index import Index, describe_labels
 from trainer.data.index_build import (
+    TOO_LARGE,
+    TOO_LARGE_BYTES,
     WHOLE_FOLDER,
     file_name,
     list_class_folders,
@@ -219,6 +221,8 @@ def _check_image(max_pixels: int, image: StoredImage) -> tuple[str, str]:
         with open(image.path, "rb", opener=open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return "bad", "a pipe, socket or device"
+            if image.nbytes < 0 and os.fstat(file.fileno()).st_size >= TOO_LARGE_BYTES:
+                return "bad", TOO_LARGE
             file.seek(image.offset)
             data = file.read(image.nbytes)
         info = inspect_image(data, max_pixels)

@@ -19,6 +19,7 @@ from trainer.progress import with_progress
 
 LAYOUT = "expected ROOT/SPLIT/CLASS/IMAGE (such as train/n01440764/n01440764_18.JPEG) or shards ROOT/SPLIT-000000.tar"
 WHOLE_FOLDER = "."  # the split of a folder that is not divided into splits
+TOO_LARGE_BYTES, TOO_LARGE = 2**31, "2 GiB or larger"
 READ_THREADS = min(
     32, 4 * (os.cpu_count() or 1)
 )  # reading the first bytes of files waits for the disk, not for the processor
@@ -129,8 +130,8 @@ def file_name(class_names: Sequence[str], label: int, name: str) -> str:
 
 def inspect_stored(descriptor: int, offset: int, nbytes: int) -> ImageInfo:
     """Judge the image in nbytes of an open file from `offset` on; read all of them only if the first ones are not enough."""
-    if nbytes >= 2**31:
-        return ImageInfo("bad", "", 0, 0, "2 GiB or larger")
+    if nbytes >= TOO_LARGE_BYTES:
+        return ImageInfo("bad", "", 0, 0, TOO_LARGE)
     if nbytes <= HEAD_BYTES:
         return inspect_image(os.pread(descriptor, nbytes, offset))
     return inspect_head(os.pread(descriptor, HEAD_BYTES, offset)) or inspect_image(os.pread(descriptor, nbytes, offset))
