@@ -65,7 +65,10 @@ class _CoreLoader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = str(node.value)
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        try:
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        except ValueError as error:  # more digits than Python converts
+            raise yaml.constructor.ConstructorError(None, None, "the number has too many digits") from error
 
 
 for _loader in (_TextLoader, _CoreLoader):

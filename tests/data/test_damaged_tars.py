@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import subprocess
 import tarfile
 from pathlib import Path
@@ -218,3 +219,58 @@ def test_the_command_names_the_tar_and_ends_with_1(shard: Path, capsys: pytest.C
     flip_a_bit_of_a_header(shard)
     assert main(["check-data", str(shard.parent)]) == 1
     assert capsys.readouterr().out.splitlines()[-3].startswith("train-000000.tar: ")
+
+
+ODD_HEADERS = {
+    "GNU.sparse.map": "no numbers",
+    "GNU.sparse.size": "x",
+    "size": "9" * 30,
+    "path": "x\0y",
+}
+
+
+@pytest.mark.parametrize("key", ODD_HEADERS)
+def test_pax_headers_that_can_not_be_right_are_one_message(tmp_path: Path, key: str) -> None:
+    with tarfile.open(tmp_path / "train-000000.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in ("a.jpg", "a.cls"):
+            info = tarfile.TarInfo(name)
+            info.pax_headers = {key: ODD_HEADERS[key], "GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+            info.size = len(PICTURES[0])
+            tar.addfile(info, io.BytesIO(PICTURES[0]))
+    report = check_data(tmp_path)
+    assert [name for name, _ in report.bad] == ["train-000000.tar"]
+    assert report.bad[0][1].isprintable()
+    assert len(report.bad[0][1]) < 500
+
+
+def test_a_size_beyond_any_file_is_refused(shard: Path) -> None:
+    header = bytearray(tarfile.TarInfo("x.jpg").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = b"\x80" + b"\x7f" * 11
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    overwrite(shard, member_start(shard, "k02.jpg"), bytes(header))
+    with pytest.raises(InputError, match=r"train-000000\.tar: "):
+        open_index(shard.parent, "train")
+
+
+def test_a_shard_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train-000000.tar")
+    for read in (check_data, lambda path: open_index(path, "train")):
+        with pytest.raises(InputError, match=r"train-000000\.tar: is a shard by its name, but not a file"):
+            read(tmp_path)
+
+
+def test_a_shard_that_seems_to_be_missing_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in (0, 1, 4):
+        make_tar(tmp_path / f"train-{number:06d}.tar", [(f"{number}.jpg", PICTURES[number]), (f"{number}.cls", b"0")])
+    open_index(tmp_path, "train")
+    assert "split train: no shard has number 2, 3: 2 may be missing" in caplog.text
+    assert "no shard has number 2, 3" in check_data(tmp_path).notes[0]
+    make_tar(tmp_path / "train-01.tar", [("x.jpg", PICTURES[5])])
+    assert "several shards have the same number" in "".join(check_data(tmp_path).notes)
+
+
+def test_what_is_no_gzip_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train-000000.tar.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match=r"damaged or cut off: Not a gzipped file"):
+        open_index(tmp_path, "train")

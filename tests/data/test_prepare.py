@@ -7,16 +7,18 @@ import os
 import struct
 import sys
 import tarfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torchvision
-from pictures import encoded, image, make_folder, png_16_bit, shared
+from pictures import encoded, image, make_folder, png_16_bit, png_chunks, shared
 from PIL import Image
 
 from trainer.data import sets
+from trainer.data.check import check_data
 from trainer.data.formats import inspect_image
 from trainer.data.index import open_index
 from trainer.data.prepare import prepare
@@ -397,3 +399,18 @@ def test_two_at_once_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "write_shards", start_another)
     prepare(str(source), dest, progress=False)
     assert len(open_index(dest, "train")) == 8
+
+
+def test_images_beyond_the_limits_of_a_run_are_named_and_left_out(tmp_path: Path) -> None:
+    header = struct.pack(">IIBBBBB", 13_000, 13_000, 1, 0, 0, 0, 0)
+    bomb = png_chunks((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
+    make_folder(tmp_path / "s", {"train/cat/a.jpg": JPEG, "train/cat/b.png": bomb})
+    prepare(str(tmp_path / "s"), tmp_path / "dest", progress=False)
+    assert (tmp_path / "dest/train.bad.txt").read_text().startswith("cat/b.png\thas 13000x13000 pixels")
+    assert check_data(tmp_path / "dest").bad == []
+
+
+def test_shards_are_no_source(tmp_path: Path) -> None:
+    (tmp_path / "train-000000.tar").touch()
+    with pytest.raises(InputError, match="holds tar shards, which can be trained on as they are"):
+        prepare(str(tmp_path), tmp_path / "dest", progress=False)

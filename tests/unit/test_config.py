@@ -225,6 +225,7 @@ def test_a_key_given_as_a_section_and_dotted_is_refused(tmp_path: Path) -> None:
         ("a: &a [1]\nb: &b [*a, *a]\nseed: 1", "aliases are not allowed in settings"),
         ("seed: " + "[" * 3000, "more than 8 levels of brackets"),
         ("x: " * 3, "can't read config"),
+        ("seed: " + "9" * 5000, "seed is '999"),
     ],
 )
 def test_yaml_that_expands_without_limit_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -258,6 +258,18 @@ def test_a_run_whose_job_is_queued_is_not_submitted_twice(
     assert "SLURM job 7 (PENDING) has this run" in capsys.readouterr().err
 
 
+def test_a_finished_run_is_free_though_slurm_does_not_answer(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    state = {"status": "paused", "job_id": "7", "heartbeat": time.time(), "exit_code": 0}
+    (tmp_path / "runs" / "a" / "state.json").write_text(json.dumps(state))
+    assert launch() == 0
+
+
 def test_without_slurm_nothing_is_submitted_and_no_run_claims_to_be_queued(
     launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.checkpoint_files import newest_step
-from trainer.cluster.jobs import find_job
+from trainer.cluster.jobs import NO_ANSWER, find_job
 from trainer.cluster.runs import LOST_SECONDS, read_run
 from trainer.cluster.site import Site
 from trainer.cluster.snapshot import PACKAGES
@@ -135,7 +135,7 @@ def _check_folder(config: Config, run_dir: Path) -> None:
     """Raises InputError if something runs there already, or if the run there has other settings."""
     run = read_run(run_dir)
     job = find_job(run.job_id)
-    if job and job.is_active:
+    if job and job.is_active and not (job.state == NO_ANSWER and run.is_over(None)):
         who = f"SLURM job {run.job_id} ({job.state})"
     elif run.status in ("starting", "running") and run.silent_seconds < LOST_SECONDS and not run.process_is_gone:
         who = f"process {run.state.get('pid')} on {run.state.get('host')}"

@@ -37,6 +37,7 @@ from trainer.data.shards import (
     name_classes,
     read_class_names,
     read_shard,
+    shard_notes,
     uncompress_shard,
 )
 from trainer.errors import InputError
@@ -113,7 +114,7 @@ def check_data(
             shown = with_progress(verdicts, len(images), f"check {split}", progress)
             _add_verdicts(split, zip(images, shown, strict=True), report)
     if not report.checked and not report.bad:
-        raise InputError(f"{path}: no files to check in it; {'; '.join(report.notes)}")
+        raise InputError("; ".join([f"{path}: no files to check in it, hidden ones apart", *report.notes]))
     return report
 
 
@@ -166,7 +167,7 @@ def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckRepor
 
 def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Path], list[StoredImage]]:
     """Return the shards, uncompressed, and the images of those that can be read."""
-    shards, images = [], []
+    shards, images, left_out = [], [], []
     for packed in list_shards(root, split):
         shard = packed
         try:
@@ -176,8 +177,10 @@ def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Pat
         except InputError as error:
             report.add_bad(packed.name, str(error).removeprefix(f"{shard}: "))
             continue
-        report.notes += [f"{packed.name}/{name}: is part of another sample, left out" for name in contents.left_out]
+        left_out += [f"{packed.name}/{name}" for name in contents.left_out]
         images += [StoredImage(f"{shard.name}/{sample.member}", str(shard), *sample[1:]) for sample in contents.samples]
+    labels = np.array([image.label for image in images], np.int32)
+    report.notes += shard_notes(split, labels, left_out, shards)
     return shards, images
 
 

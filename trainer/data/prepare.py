@@ -26,7 +26,7 @@ from trainer.data.index_build import (
 from trainer.data.index_file import write_index
 from trainer.data.sets import SETS, ArraySplit, load_split
 from trainer.data.shard_writer import Shrink, write_shards
-from trainer.data.shards import list_shards
+from trainer.data.shards import SHARD_NAME, list_shards
 from trainer.errors import InputError
 from trainer.files import write_text
 
@@ -157,6 +157,8 @@ def _list_splits(source: str) -> list[str]:
     root = Path(source).expanduser()
     if not root.is_dir():
         raise InputError(f"{source}: neither a folder nor a known set ({', '.join(SETS)}); {LAYOUT}")
+    if any(SHARD_NAME.fullmatch(path.name) for path in root.iterdir()):
+        raise InputError(f"{root}: holds tar shards, which can be trained on as they are; prepare takes image folders")
     if not (splits := list_class_folders(root)):
         raise InputError(f"{root}: no folders in it; {LAYOUT}")
     return splits

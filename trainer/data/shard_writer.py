@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from trainer.config import DataConfig
 from trainer.data.formats import decode_rgb, inspect_image, to_direct
 from trainer.data.index import Index
 from trainer.data.index_build import READ_THREADS
@@ -106,7 +107,7 @@ def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tu
     """Return (bytes for the tar, suffix, problem) of image i; the problem is empty if it can be used."""
     try:
         data = images.read(i)
-        info = inspect_image(data)
+        info = inspect_image(data, DataConfig.max_image_pixels)
         if shrink is not None and info.kind != "bad" and max(info.height, info.width) > shrink.max_side:
             return shrunk_jpeg(data, shrink), "jpg", ""
         if info.kind == "convert":

@@ -55,8 +55,13 @@ class Sample(NamedTuple):
 
 
 def list_shards(root: Path, split: str) -> list[Path]:
-    """List ROOT/SPLIT-<digits>.tar, or .tar.gz if there is no plain one, in the order of their names."""
+    """List ROOT/SPLIT-<digits>.tar, or .tar.gz if there is no plain one, in the order of their names.
+
+    Raises InputError for one that is not a file."""
     names = {entry.name for entry in root.iterdir() if (m := SHARD_NAME.fullmatch(entry.name)) and m[1] == split}
+    for name in names:
+        if (root / name).exists() and not (root / name).is_file():  # a named pipe would be waited for
+            raise InputError(f"{root / name}: is a shard by its name, but not a file: move it away")
     return [root / name for name in sorted(names) if name.removesuffix(".gz") not in names - {name}]
 
 
@@ -84,7 +89,8 @@ def uncompress_shard(shard: Path, cache: Path) -> Path:
                     )
                 target.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{shard}: damaged or cut off: {error}; get the file again") from error
+        problem = error.args[0] if error.args else "no gzip file"  # str() of an OSError may leave the message out
+        raise InputError(f"{shard}: damaged or cut off: {problem}; get the file again") from error
     os.utime(copy, ns=(stamp, stamp))
     return copy
 
@@ -131,10 +137,11 @@ def read_shard(shard: Path) -> ShardContents:
                 samples.append(_join_parts(tar, key, parts))
                 left_out += [part.name for part in parts if _is_dotted_picture(part.name)]
             _check_end(shard, tar.offset)
-    except tarfile.TarError as error:
-        raise InputError(f"{shard}: cannot be read as an uncompressed tar file, or is cut off: {error}") from error
     except InputError as error:
         raise InputError(f"{shard}: {error}") from error
+    except (tarfile.TarError, ValueError, OverflowError) as error:  # the last two for numbers that can't be right
+        problem = printable(str(error))[:200]
+        raise InputError(f"{shard}: cannot be read as an uncompressed tar file, or is cut off: {problem}") from error
     return ShardContents(samples, left_out)
 
 
@@ -177,7 +184,9 @@ def build_shards(
     }
     metadata = {"split": split, "class_names": class_names, "shards": describe_shards(shards)}
     names = [sample.member for sample in samples]
-    return assemble_content(columns, names, verdicts, metadata, display_names), _notes(split, labels, left_out)
+    return assemble_content(columns, names, verdicts, metadata, display_names), shard_notes(
+        split, labels, left_out, shards
+    )
 
 
 def describe_shards(shards: list[Path]) -> list[list[str | int]]:
@@ -287,8 +296,18 @@ def _inspect_shard(shard: Path) -> tuple[ShardContents, list[Verdict]]:
         ]
 
 
-def _notes(split: str, labels: np.ndarray, left_out: list[str]) -> list[str]:
+def shard_notes(split: str, labels: np.ndarray, left_out: list[str], shards: list[Path]) -> list[str]:
+    """Describe what looks unintended in the shards of a split.
+
+    labels: (n,) with -1 for none. left_out: images that belong to no sample."""
     notes = []
+    numbers = sorted(int(re.findall(r"-(\d+)\.tar", shard.name)[-1]) for shard in shards)
+    if missing := sorted(set(range(numbers[0], numbers[-1])) - set(numbers)) if numbers else []:
+        notes.append(
+            f"split {split}: no shard has number {', '.join(map(str, missing[:5]))}: {len(missing)} may be missing"
+        )
+    if len(set(numbers)) < len(numbers):
+        notes.append(f"split {split}: several shards have the same number, all are read")
     if (unlabelled := int((labels < 0).sum())) > 0:
         notes.append(f"split {split}: {unlabelled} of {len(labels)} images have no label")
     if left_out:
