@@ -265,7 +265,7 @@ def test_a_finished_run_is_free_though_slurm_does_not_answer(
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    state = {"status": "paused", "job_id": "7", "heartbeat": time.time(), "exit_code": 0}
+    state = {"status": "paused", "job": {"id": "7"}, "heartbeat": time.time(), "exit_code": 0}
     (tmp_path / "runs" / "a" / "state.json").write_text(json.dumps(state))
     assert launch() == 0
 
