@@ -146,10 +146,17 @@ class Job:
         for process in self.ranks():
             process.resume()
 
-    def thaw_when_signalled(self, seconds: float = 150) -> None:
-        """Let them go on when a signal that asks them to stop has come for each."""
+    def thaw_when_signalled(self, seconds: float = 150, send: Callable[[], object] = lambda: None) -> None:
+        """Let them go on when a signal that asks them to stop has come for each.
+
+        send: sends it, again and again: SLURM may lose one that comes while a step starts."""
         ranks = self.ranks()
-        self.wait_until(lambda: all(_is_asked_to_stop(rank) for rank in ranks), "signalled", seconds)
+
+        def are_signalled() -> bool:
+            send()
+            return all(_is_asked_to_stop(rank) for rank in ranks)
+
+        self.wait_until(are_signalled, "signalled", seconds)
         self.thaw()
 
 

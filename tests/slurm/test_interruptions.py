@@ -108,8 +108,7 @@ def test_starts_without_progress_end_the_job(config: Path, nodes: list[str], tmp
     for start in (1, 2):
         job.wait_until(lambda n=start: starts(job) == n, f"at start {start}")
         job.freeze(ranks=1)
-        command("scancel", "--signal=USR1", job.id)
-        job.thaw_when_signalled()
+        job.thaw_when_signalled(send=lambda: command("scancel", "--signal=USR1", job.id))
         job.wait_for_restarts(start)
     job.wait_for("FAILED")
     state = job.run_state()
