@@ -268,6 +268,8 @@ def test_a_shard_that_seems_to_be_missing_is_noted(tmp_path: Path, caplog: pytes
     assert "no shard has number 2, 3" in check_data(tmp_path).notes[0]
     make_tar(tmp_path / "train-01.tar", [("x.jpg", PICTURES[5])])
     assert "several shards have the same number" in "".join(check_data(tmp_path).notes)
+    make_tar(tmp_path / "train-20261128123456.tar", [("y.jpg", PICTURES[5])])
+    assert "may be missing" in check_data(tmp_path).notes[0]
 
 
 def test_what_is_no_gzip_file_is_said(tmp_path: Path) -> None:

@@ -192,8 +192,8 @@ def open_index(
     if not is_inside(split):
         raise InputError(f"the split {split!r} is not inside {root}: give the name of a folder in it, such as train")
     try:
-        if list_shards(root, split):
-            return _open_shards(root, split, progress, max_classes)
+        if shards := list_shards(root, split):
+            return _open_shards(root, split, shards, progress, max_classes)
         if (root / split).is_dir():
             return _open_folder(root, split, progress)
     except PermissionError as error:
@@ -212,9 +212,8 @@ def open_images(data: DataConfig, split: str, *, progress: bool = False) -> Inde
     return open_index(Path(data.root), split, progress=progress, max_classes=data.max_classes)
 
 
-def _open_shards(root: Path, split: str, progress: bool, max_classes: int) -> Index:
+def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max_classes: int) -> Index:
     prepared = root / f"{split}.index"
-    packed = list_shards(root, split)
     needs_cache = not prepared.exists() or any(shard.suffix == ".gz" for shard in packed)
     cache = find_cache(root) if needs_cache else root
     shards = [uncompress_shard(shard, cache) for shard in packed]

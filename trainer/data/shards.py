@@ -301,12 +301,13 @@ def shard_notes(split: str, labels: np.ndarray, left_out: list[str], shards: lis
 
     labels: (n,) with -1 for none. left_out: images that belong to no sample."""
     notes = []
-    numbers = sorted(int(re.findall(r"-(\d+)\.tar", shard.name)[-1]) for shard in shards)
-    if missing := sorted(set(range(numbers[0], numbers[-1])) - set(numbers)) if numbers else []:
-        notes.append(
-            f"split {split}: no shard has number {', '.join(map(str, missing[:5]))}: {len(missing)} may be missing"
-        )
-    if len(set(numbers)) < len(numbers):
+    numbers = sorted({int(re.findall(r"-(\d+)\.tar", shard.name)[-1]) for shard in shards})
+    # a date as a number may make a gap of millions: gaps are not listed number by number
+    gaps = [range(before + 1, after) for before, after in itertools.pairwise(numbers) if after > before + 1]
+    if gaps:
+        first = ", ".join(map(str, itertools.islice(itertools.chain(*gaps), 5)))
+        notes.append(f"split {split}: no shard has number {first}: {sum(map(len, gaps))} may be missing")
+    if len(numbers) < len(shards):
         notes.append(f"split {split}: several shards have the same number, all are read")
     if (unlabelled := int((labels < 0).sum())) > 0:
         notes.append(f"split {split}: {unlabelled} of {len(labels)} images have no label")
