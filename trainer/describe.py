@@ -19,7 +19,7 @@ from trainer.config_load import describe_sources
 from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.shards import list_shards
-from trainer.device import PRECISION_NAMES, autocast_dtype
+from trainer.device import PRECISION_NAMES, autocast_dtype, compiles
 from trainer.errors import InputError
 from trainer.geometry import micro_batches
 from trainer.model import Model
@@ -74,8 +74,14 @@ def without_effect(config: Config, world_size: int, device: torch.device) -> lis
     lines = []
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
-    if config.cuda_graphs and device.type != "cuda":
-        lines.append(f"cuda_graphs has no effect on a {device.type.upper()}")
+    lines += [
+        f"{name} has no effect on a {device.type.upper()}"
+        for name in ("cuda_graphs", "autotune")
+        if getattr(config, name) and device.type != "cuda"
+    ]
+    budget = config.model.activation_memory_budget
+    if budget < 1 and not compiles(config, device):
+        lines.append(f"model.activation_memory_budget {budget:g} has no effect: the model is not compiled")
     after_drop = config.checkpoint.keep_every_epochs_after_drop
     if after_drop and config.optimizer.schedule != "drops":
         lines.append(

@@ -46,6 +46,9 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
     config, cpu = load_config(tiny_config, words), torch.device("cpu")
     assert [line.split()[0] for line in without_effect(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
     assert [line.split()[0] for line in without_effect(config, 2, torch.device("cuda"))] == []
+    budget = load_config(tiny_config, ["--model.activation_memory_budget", "0.9"])
+    assert "activation_memory_budget 0.9 has no effect: the model is not compiled" in without_effect(budget, 1, cpu)[0]
+    assert without_effect(budget, 1, torch.device("cuda")) == []
     assert without_effect(load_config(tiny_config, []), 1, cpu) == []
     dense = load_config(tiny_config, ["--checkpoint.keep_every_epochs_after_drop", "5"])
     assert "schedule is cosine, whose rate never drops" in without_effect(dense, 1, cpu)[0]
