@@ -34,7 +34,13 @@ SHAPING = (
     "loss.",
     "optimizer.",
 )
-FREE = ("views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend")
+FREE = (
+    "views.test_resize",
+    "model.activation_checkpointing",
+    "model.activation_memory_budget",
+    "loss.max_failed_steps",
+    "loss.backend",
+)
 
 
 @pytest.fixture
