@@ -301,6 +301,7 @@ def _as_command() -> int:
 
 
 def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
