@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from nvidia.dali import __version__ as dali_version
 from rich.console import Console
 from rich.table import Table
 
-from trainer.bench.loading import WARMUP_STEPS, Loaders, endless_loader, in_turns, settings_used
+from trainer.bench.loading import WARMUP_STEPS, Loaders, dali_version, endless_loader, in_turns, settings_used
 from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
@@ -66,7 +65,7 @@ def bench_loader_sweep(config: Config, seconds: float) -> dict[str, Any]:
         "interpolation": config.views.interpolation,
         "warm_up_steps": WARMUP_STEPS,
         **provenance(device),
-        "dali": dali_version,
+        "dali": dali_version(),
     }
 
 

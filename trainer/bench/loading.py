@@ -81,6 +81,13 @@ def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | N
     )
 
 
+def dali_version() -> str:
+    """Of the DALI that the loader runs on."""
+    from nvidia.dali import __version__
+
+    return str(__version__)
+
+
 def settings_used(config: Config, device: torch.device) -> dict[str, Any]:
     """Those that decide a loader's speed on this device."""
     data = config.data
