@@ -158,7 +158,7 @@ def test_a_gpus_decoder_gets_its_settings(monkeypatch):
 
 
 def test_no_window_of_an_image_is_decoded():
-    """nvImageCodec 0.9 ends the process at it on an H100, where no test of a CPU would show."""
+    """nvImageCodec 0.9 is reported to end the process at it on an H100, which no test on a CPU would show."""
     decoders = ("image_slice", "image_crop", "image_random_crop")
     files = [*(ROOT / "trainer").rglob("*.py")]
     assert len(files) > 60

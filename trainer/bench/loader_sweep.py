@@ -24,15 +24,14 @@ Setting = dict[str, Any]  # field of config.data -> value
 
 def grid(config: Config, device: torch.device) -> list[Setting]:
     """The settings that are tried, the config's own first: threads with queue depths, then one other at a time."""
-    cores = own_cores()
+    cores, on_gpu = own_cores(), device.type == "cuda"
     own = settings_used(config, device)
     tried = [own]
-    for threads in sorted({max(1, cores // 2), cores, 2 * cores}):
+    for threads in sorted({4, 8, 16} if on_gpu else {max(1, cores // 2), cores, 2 * cores}):
         tried += [{**own, "threads": threads, "prefetch_batches": depth} for depth in (1, 2, 4)]
     tried += [{**own, "read_ahead_steps": steps} for steps in (1, 6)]
-    if device.type == "cuda":
-        tried += [{**own, "hw_decoder_load": load} for load in (0.5, 0.65, 0.8, 0.95)]
-        tried.append({**own, "decoder_hint": [5980, 6430]})  # the largest sides in ImageNet
+    if on_gpu:
+        tried += [{**own, "hw_decoder_load": load} for load in (1.0, 0.9, 0.65)]
     return [setting for i, setting in enumerate(tried) if setting not in tried[:i]]
 
 

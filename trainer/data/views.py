@@ -35,10 +35,10 @@ class Placement:
     threads: int
     prefetch: int
     """Batches that DALI keeps ahead of the one taken."""
-    hw_decoder_load: float = 0.65
+    hw_decoder_load: float = 1.0
     """Share of the JPEGs for a GPU's hardware decoder."""
     decoder_hint: tuple[int, int] = (0, 0)
-    """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: as they come."""
+    """Width and height of an image for which a GPU's hardware decoder makes room at the start, pixels; 0: as they come."""
 
 
 def has_color(recipe: ViewsConfig) -> bool:
@@ -137,7 +137,7 @@ def view_pipeline(
 
 def decode(encoded: Any, place: Placement) -> Any:
     """RGB pixels as stored (no EXIF turning) of encoded images, each decoded whole: nvImageCodec 0.9, which DALI 2.4 needs,
-    ends the process where an H100 decodes a window of a JPEG, even one as large as the image.
+    is reported to end the process where an H100 decodes a window of a JPEG, even one as large as the image.
 
     The decoder's input depends on the shape, which is read first: bytes that are not an image raise an error there, and no
     device's decoder sees them.
