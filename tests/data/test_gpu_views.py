@@ -86,7 +86,7 @@ def test_a_consumer_that_is_far_behind_gets_its_own_views(index: Index, calm: li
 
 
 def test_views_are_the_same_beside_products_that_fill_the_device(index: Index, calm: list[Tensor]) -> None:
-    """The JPEG engine does not wait for the SMs: where memory changes hands in a stream's order alone, it may write too early."""
+    """The JPEG engine does not wait for the SMs: it writes too early where memory changes hands by a stream's order alone."""
     other, factor = torch.cuda.Stream(), torch.randn(8192, 8192, device=GPU, dtype=torch.bfloat16)
     product, found_busy = torch.empty_like(factor), []
     other.wait_stream(torch.cuda.current_stream())
