@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tests.conftest import TINY
 from tests.faults import Faults, Started, start
@@ -182,11 +183,21 @@ def test_a_set_that_is_not_there_ends_every_rank_with_exit_code_2(
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        "stand_in",
+        pytest.param(
+            "nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
+        ),
+    ],
+)
+@pytest.mark.parametrize(
     ("struck", "error", "code"), [(1, "RuntimeError", 1), (0, "RuntimeError", 1), (1, "InputError", 2)]
 )
-def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(struck: int, error: str, code: int, tmp_path: Path) -> None:
-    """NCCL by a stand-in that behaves as it does: the other rank stands in a collective, and so would the clean-up."""
-    processes = start_ranks("tests/integration/nccl_worker.py", 2, str(struck), error)
+def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(kind: str, struck: int, error: str, code: int) -> None:
+    """The other rank stands in a collective, and so would NCCL's clean-up."""
+    processes = start_ranks("tests/integration/nccl_worker.py", 2, kind, str(struck), error)
     began = time.monotonic()
     try:
         outputs = [process.communicate(timeout=60)[0] for process in processes]
