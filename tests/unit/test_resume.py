@@ -34,7 +34,13 @@ SHAPING = (
     "loss.",
     "optimizer.",
 )
-FREE = ("views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend")
+FREE = (
+    "views.test_resize",
+    "model.activation_checkpointing",
+    "loss.max_failed_steps",
+    "loss.backend",
+    "optimizer.backend",
+)
 
 
 @pytest.fixture
