@@ -129,6 +129,9 @@ class ModelConfig:
     """Whether BatchNorm statistics come from the rank's own rows or from the rows of all ranks."""
     activation_checkpointing: bool = False
     """Compute the encoder's blocks again in backward instead of keeping their activations: less memory, more time."""
+    activation_memory_budget: float = 1.0
+    """With compile: how much memory the activations kept for backward may take, as a share of what the compiler would keep,
+    0..1. 0.9 keeps half for ResNet-50, since BatchNorm and ReLU are then computed again, and no convolution is. 1: no limit."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +276,11 @@ class Config:
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Of the encoder and projector (autocast); auto: bf16 where the device multiplies it fast, else fp32. fp16
     scales the loss."""
-    compile: bool = False
-    """Compile the model with torch.compile (no gain on a CPU)."""
+    compile: Literal["auto", "true", "false"] = "auto"
+    """Compile the model with torch.compile. auto: on a GPU; on a CPU it is no faster."""
+    autotune: bool = False
+    """With compile on a GPU: time several kernels for each convolution and matrix product in the first step, which takes 5 to
+    10 minutes more, and keep the fastest."""
     cuda_graphs: bool = False
     """With compile on a GPU: replay forward and backward as CUDA graphs, where launching is what takes the time."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"

@@ -11,7 +11,7 @@ from trainer.errors import InputError
 # settings, or beginnings of their names, that may change between restarts without changing what is learnt
 _FREE = (
     "run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "stop_timeout_seconds",
-    "max_idle_restarts", "allow_idle_ranks", "compile", "cuda_graphs",
+    "max_idle_restarts", "allow_idle_ranks", "compile", "autotune", "cuda_graphs", "model.activation_memory_budget",
     "data.root", "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
     "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint", "data.max_bad_share",
     "data.max_classes", "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",

@@ -42,6 +42,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "views.blur_window": (1, None),
     "model.embedding_size": (1, None),
     "model.projector_hidden": (1, None),
+    "model.activation_memory_budget": (0, 1),
     "loss.slice_size": (2, None),
     "loss.iterations": (1, None),
     "loss.permutation_block": (1, None),
@@ -152,8 +153,11 @@ def _accumulation(config: Config) -> list[str]:
     """Parts hold whole slices of the images of one rank; how many ranks there are only the start knows."""
     parts, images = config.optimizer.accumulation_steps, config.data.images_per_step
     problems = []
-    if config.cuda_graphs and not config.compile:
-        problems.append("cuda_graphs is true with compile false: set compile to true, it is what records them")
+    problems += [
+        f"{name} is true with compile false: set compile to auto or true, since it is an option of it"
+        for name in ("cuda_graphs", "autotune")
+        if getattr(config, name) and config.compile == "false"
+    ]
     if parts > 1 and config.optimizer.images_per_micro_batch:
         problems.append(
             f"optimizer.accumulation_steps is {parts} and optimizer.images_per_micro_batch "

@@ -32,6 +32,11 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
     return torch.device("cuda", index)
 
 
+def compiles(config: Config, device: torch.device) -> bool:
+    """Return whether torch.compile compiles the model on this device."""
+    return config.compile == "true" or (config.compile == "auto" and device.type == "cuda")
+
+
 PRECISION_NAMES = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast"}
 """The result of `autocast_dtype` in words."""
 

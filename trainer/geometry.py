@@ -46,7 +46,19 @@ def micro_batches(config: Config, images_per_rank: int) -> int:
     """Parts of a rank's images that go through the model one after the other, each of whole slices.
 
     Raises InputError if the images can't be divided into accumulation_steps parts, or into parts that are small enough for
-    images_per_micro_batch."""
+    images_per_micro_batch, and for several parts with CUDA graphs."""
+    parts = _micro_batches(config, images_per_rank)
+    if parts > 1 and config.cuda_graphs:
+        # torch keeps a graph's gradients in the graph's own memory, which the next replay writes over
+        raise InputError(
+            f"cuda_graphs is true, but the {images_per_rank} images of a rank go through in {parts} micro-batches, whose "
+            "gradients CUDA graphs can't add up: set cuda_graphs to false, or take one micro-batch (more ranks, or "
+            "model.activation_memory_budget 0.9 for less memory)"
+        )
+    return parts
+
+
+def _micro_batches(config: Config, images_per_rank: int) -> int:
     unit = rows_together(config)
     most = config.optimizer.images_per_micro_batch
     if most and images_per_rank > most:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from kernels.backends import why_not
 from trainer.checkpoint import load_encoder
 from trainer.checkpoint_files import list_checkpoints
+from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks, job_key
 from trainer.config import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
 from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
-from trainer.device import autocast_dtype
+from trainer.device import autocast_dtype, compiles
 from trainer.distributed import make_slice_group, one_rank_a_node_first, open_on_all_ranks, require_same, wrap_model
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
@@ -35,6 +36,12 @@ from trainer.schedule import Schedule, build_schedule, side_steps
 from trainer.step import TrainStep
 
 _log = logging.getLogger(__name__)
+_INDUCTOR_MODES = {  # (autotune, cuda_graphs)
+    (False, False): None,
+    (False, True): "reduce-overhead",
+    (True, False): "max-autotune-no-cudagraphs",
+    (True, True): "max-autotune",
+}
 
 
 @dataclass
@@ -136,8 +143,8 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         load_encoder(model, Path(config.init_from))
         _log.info("encoder from %s, fresh projector", config.init_from)
     optimizer = build_optimizer(model, config.optimizer, device)
-    if config.compile:
-        compile_model(model, cuda_graphs=config.cuda_graphs and device.type == "cuda")
+    if compiles(config, device):
+        compile_model(model, config, device)
     group_first = ranks.rank // group_size * group_size * rows.count
     step = TrainStep(
         wrap_model(model, ranks, device, compression=config.gradient_compression, accumulates=parts > 1),
@@ -220,8 +227,17 @@ def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> 
     return found
 
 
-def compile_model(model: nn.Module, *, cuda_graphs: bool = False, backend: str = "inductor") -> None:
-    """Compile in place, before DDP wraps it: names stay plain. One graph or an error: a break would cost what is gained
-    silently. Shapes are fixed: one compilation for each size of the views."""
-    mode = "reduce-overhead" if cuda_graphs else None
-    model.compile(fullgraph=True, dynamic=False, backend=backend, mode=mode)
+def compile_model(model: nn.Module, config: Config, device: torch.device, *, backend: str = "inductor") -> None:
+    """Compile in place, before DDP wraps it, so that names stay plain; the first step compiles.
+
+    A graph break is an error, since it would silently cost what compiling gains. Shapes are fixed: each size of the views is
+    compiled."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    on_gpu = device.type == "cuda"
+    mode = _INDUCTOR_MODES[config.autotune and on_gpu, config.cuda_graphs and on_gpu]
+    # both are global to the process: torch has no option for one model
+    torch._functorch.config.activation_memory_budget = config.model.activation_memory_budget
+    torch._inductor.config.compile_threads = own_cores()  # its default is up to 32 processes for each rank
+    model.compile(fullgraph=True, dynamic=False, backend=backend, mode=mode if backend == "inductor" else None)

@@ -64,7 +64,7 @@ def build_step(config: Config, variant: Variant, device: torch.device) -> TrainS
     config = replace(config, precision=variant.precision)
     model = build_model(config, Ranks()).to(device)
     if variant.compiled:
-        compile_model(model, cuda_graphs=variant.cuda_graphs)
+        compile_model(model, replace(config, cuda_graphs=variant.cuda_graphs), device)
     return TrainStep(
         model,
         build_optimizer(model, replace(config.optimizer, name=variant.optimizer), device),

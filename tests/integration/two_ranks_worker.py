@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from trainer.cluster.ranks import find_ranks
-from trainer.config import LossConfig, ModelConfig, ViewsConfig
+from trainer.config import Config, LossConfig, ModelConfig, ViewsConfig
 from trainer.data.plan import Rows, slice_permutations
 from trainer.distributed import make_slice_group, process_group, wrap_model
 from trainer.geometry import own_rows, slice_group_size
@@ -50,7 +50,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     group = torch.distributed.group.WORLD.group_name if ranks.world_size > 1 else None
     model = Model(config, ViewsConfig(num_views=views), group, ranks.world_size).double()
     if "compiled" in name:
-        compile_model(model, backend="aot_eager")  # raises where the graph breaks
+        compile_model(model, Config(), torch.device("cpu"), backend="aot_eager")  # raises where the graph breaks
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     step = TrainStep(
         wrap_model(

@@ -49,12 +49,12 @@ def test_saved_config_loads_as_the_same(tmp_path: Path) -> None:
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     message = problems(
-        "views: {early_sides: [96, 128], early_side_epochs: [5]}\ncuda_graphs: true\n"
+        "views: {early_sides: [96, 128], early_side_epochs: [5]}\ncuda_graphs: true\ncompile: false\n"
         "data: {images_per_step: 1024}\noptimizer: {accumulation_steps: 8}",
         tmp_path,
     )
     assert "views.early_sides is [96, 128] with early_side_epochs [5]: give as many epochs as sides" in message
-    assert "cuda_graphs is true with compile false: set compile to true" in message
+    assert "cuda_graphs is true with compile false: set compile to auto or true" in message
     assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many parts of whole" in message
     assert "slices of 256; take 1, 2, 4" in message
     assert "rising" in problems("views: {early_sides: [96, 96], early_side_epochs: [5, 5]}", tmp_path)
@@ -178,15 +178,15 @@ TEXTS = [
     ("data.train_split", "1e3", "1e3"),
     ("checkpoint.every_minutes", "1e1", 10.0),
     ("checkpoint.every_minutes", "7", 7.0),
-    ("compile", "True", True),
+    ("allow_changes", "True", True),
     ("views.crop_area", "[02e-1, 1]", (0.2, 1.0)),
     ("max_steps", "1_000", None),
     ("max_steps", "1:30", None),
     ("max_steps", "1.0", None),
     ("max_steps", "1e3", None),
     ("checkpoint.every_minutes", "1:30", None),
-    ("compile", "no", None),
-    ("compile", "1", None),
+    ("allow_changes", "no", None),
+    ("allow_changes", "1", None),
     ("views.hue", "0_0.1", None),
     ("views.crop_area", "[0.1, 1_0]", None),
     ("views.crop_area", "[0.1, 1, 1]", None),

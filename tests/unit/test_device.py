@@ -1,11 +1,13 @@
 """Which GPU a rank takes. There is none here: torch is told that there are some."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
-from trainer.device import choose_device
+from trainer.device import choose_device, compiles
 from trainer.errors import InputError
 
 
@@ -28,3 +30,12 @@ def test_more_ranks_than_gpus_are_refused(visible: pytest.MonkeyPatch) -> None:
     visible.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"number 2 on its node, which shows it 2 GPU\(s\): start one per GPU"):
         choose_device(Config(), Ranks(2, 4, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_gpu", "on_cpu"), [("auto", True, False), ("true", True, True), ("false", False, False)]
+)
+def test_the_model_is_compiled_on_a_gpu_unless_told_otherwise(setting: Any, on_gpu: bool, on_cpu: bool) -> None:
+    config = Config(compile=setting)
+    assert compiles(config, torch.device("cuda", 0)) is on_gpu
+    assert compiles(config, torch.device("cpu")) is on_cpu

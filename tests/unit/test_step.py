@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.cluster.ranks import Ranks
-from trainer.config import LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
+from trainer.config import Config, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
 from trainer.faults import GRADIENT_FAULT
 from trainer.losses.wmse import wmse_loss_with_status
 from trainer.metrics import LossSums
@@ -276,7 +276,7 @@ def test_a_compiled_step_is_the_eager_one() -> None:
     alone. The second step's loss comes from the first one's update."""
     eager, compiled = build(stages=1), build(stages=1)
     names = set(compiled.model.state_dict())
-    compile_model(compiled.model)
+    compile_model(compiled.model, Config(), torch.device("cpu"))
     for seed in (1, 2):
         one, other = (step(pixels(seed), IDENTITY, 0.1) for step in (eager, compiled))
         torch.testing.assert_close(other.loss, one.loss, rtol=1e-4 if seed == 1 else 1e-2, atol=0)

@@ -19,7 +19,7 @@ from trainer.bench.synthetic import synthetic_run, synthetic_views
 from trainer.bench.timing import MIN_WINDOW_SECONDS, MIN_WINDOWS, Window, spread, synchronize, timed
 from trainer.cluster.ranks import Ranks, find_ranks
 from trainer.config import Config
-from trainer.device import autocast_dtype, choose_device
+from trainer.device import autocast_dtype, choose_device, compiles
 from trainer.distributed import process_group
 from trainer.machine import provenance
 from trainer.setup import Run
@@ -197,7 +197,9 @@ def sizes(config: Config, device: torch.device, ranks: Ranks) -> dict[str, Any]:
         "ranks": ranks.world_size,
         "backbone": config.model.backbone,
         "precision": str(dtype or torch.float32).removeprefix("torch."),
-        "compile": config.compile,
+        "compile": compiles(config, device),
+        "autotune": config.autotune,
+        "activation_memory_budget": config.model.activation_memory_budget,
         "accumulation_steps": config.optimizer.accumulation_steps,
         "slice_size": config.loss.slice_size,
         "embedding_size": config.model.embedding_size,
