@@ -37,7 +37,6 @@ class ViewBatchNorm(nn.Module):
         self.register_parameter("bias", norm.bias)
         self.register_buffer("running_mean", norm.running_mean)
         self.register_buffer("running_var", norm.running_var)
-        self.register_buffer("num_batches_tracked", norm.num_batches_tracked)
         self.eps, self.momentum = norm.eps, norm.momentum or 0.0
         self.num_views, self.group_name, self.world_size = num_views, group_name, world_size
         self.training = norm.training
@@ -131,38 +130,42 @@ def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None
     return module
 
 
+def stop_counting_batches(model: nn.Module) -> None:
+    """Take the number of batches out of every BatchNorm: with a fixed momentum nothing reads it, and each costs a GPU a launch
+    a step."""
+    for norm in model.modules():
+        if isinstance(norm, _BatchNorm) and norm.momentum is not None:
+            norm.num_batches_tracked = None
+
+
 class BatchNormStatistics:
-    """All running means and variances of a model as views of one flat tensor, and all counts of batches of another, so that
-    a step whose update is not applied takes them back in one operation each, without the host knowing."""
+    """All running means and variances of a model as views of one flat tensor, so that a step whose update is not applied takes
+    them back in one operation, without the host knowing."""
 
     def __init__(self, model: nn.Module) -> None:
-        norms = [m for m in model.modules() if hasattr(m, "running_mean") and m.running_mean is not None]
-        self._flat = [_flatten(norms, "running_mean", "running_var"), _flatten(norms, "num_batches_tracked")]
-        self._before = [flat.clone() for flat in self._flat]
+        self._flat = _flatten([m for m in model.modules() if getattr(m, "running_mean", None) is not None])
+        self._before = self._flat.clone()
 
     def remember(self) -> None:
         """Call before forward."""
-        for before, flat in zip(self._before, self._flat, strict=True):
-            before.copy_(flat)
+        self._before.copy_(self._flat)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Undo what the block changes: with activation checkpointing, backward runs the forward again, which would update the
         statistics a second time."""
-        after_forward = [flat.clone() for flat in self._flat]
+        after_forward = self._flat.clone()
         yield
-        for flat, kept in zip(self._flat, after_forward, strict=True):
-            flat.copy_(kept)
+        self._flat.copy_(after_forward)
 
     def restore_if(self, failed: Tensor) -> None:
         """Take back what forward changed where `failed` (bool, on the device)."""
-        for before, flat in zip(self._before, self._flat, strict=True):
-            flat.copy_(torch.where(failed, before, flat))
+        self._flat.copy_(torch.where(failed, self._before, self._flat))
 
 
-def _flatten(norms: list[nn.Module], *names: str) -> Tensor:
-    """One tensor that holds these buffers of all modules, which become views of it."""
-    buffers = [(module, name, getattr(module, name)) for module in norms for name in names]
+def _flatten(norms: list[nn.Module]) -> Tensor:
+    """One tensor that holds the running means and variances of all modules, which become views of it."""
+    buffers = [(module, name, getattr(module, name)) for module in norms for name in ("running_mean", "running_var")]
     flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers]) if buffers else torch.zeros(0)
     offset = 0
     for module, name, buffer in buffers:

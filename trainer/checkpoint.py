@@ -166,7 +166,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     broken = first_not_finite({name: content.get(name) for name in ("model", "optimizer")}, "checkpoint")
     if broken:
         raise InputError(f"can't use checkpoint {path}: {broken} holds numbers that are not finite")
-    content["model"] = plain_names(content["model"])
+    named = plain_names(content["model"])
+    # older checkpoints hold BatchNorm's number of batches, which nothing reads
+    content["model"] = {name: value for name, value in named.items() if not name.endswith(".num_batches_tracked")}
     return content
 
 

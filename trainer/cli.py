@@ -35,6 +35,8 @@ def _main(words: Words | None) -> int:
         return DONE
     # OpenMP threads that spin while they wait take cores away from DALI's threads; must be set before torch is loaded
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # DALI's decoder alone uses dozens of streams: with CUDA's 8 hardware queues unrelated work would wait in line
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         _check_own_packages()
         if words[0] not in COMMANDS:

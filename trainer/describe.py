@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.cluster.cores import core_warnings, own_cores
 from trainer.cluster.ranks import launch_warnings
@@ -19,33 +16,13 @@ from trainer.config_load import describe_sources
 from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.shards import list_shards
-from trainer.device import PRECISION_NAMES, autocast_dtype
+from trainer.device import PRECISION_NAMES, autocast_dtype, compiles
 from trainer.errors import InputError
-from trainer.geometry import micro_batches
-from trainer.model import Model
+from trainer.memory import memory_lines
 from trainer.run_plan import check_set_size, plan_lines, plan_warnings
 from trainer.setup import Run
 
 _log = logging.getLogger(__name__)
-_COUNTED_IMAGES = 2  # the dry run counts a forward of this many images and one of twice as many
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Estimated bytes of one rank."""
-
-    state: int
-    """Weights, gradients and moments."""
-    copies: int
-    """What backward keeps independently of the number of views: mostly the weights in autocast's type."""
-    activations_per_view: int
-    """What backward keeps of each view in eager mode; a compiled model keeps less."""
-    views: int
-
-    @property
-    def total(self) -> int:
-        """The sum, without the overhead of the caching allocator."""
-        return self.state + self.copies + self.activations_per_view * self.views
 
 
 def describe_run(run: Run) -> None:
@@ -74,8 +51,14 @@ def without_effect(config: Config, world_size: int, device: torch.device) -> lis
     lines = []
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
-    if config.cuda_graphs and device.type != "cuda":
-        lines.append(f"cuda_graphs has no effect on a {device.type.upper()}")
+    lines += [
+        f"{name} has no effect on a {device.type.upper()}"
+        for name in ("cuda_graphs", "autotune")
+        if getattr(config, name) and device.type != "cuda"
+    ]
+    budget = config.model.activation_memory_budget
+    if budget < 1 and not compiles(config, device):
+        lines.append(f"model.activation_memory_budget {budget:g} has no effect: the model is not compiled")
     after_drop = config.checkpoint.keep_every_epochs_after_drop
     if after_drop and config.optimizer.schedule != "drops":
         lines.append(
@@ -124,15 +107,7 @@ def dry_run(config: Config, world_size: int) -> list[str]:
     num_images = _count_images(config)
     lines = plan_lines(config, num_images, world_size)
     lines += [f"warning: {line}" for line in plan_warnings(config, num_images)]
-    per_rank = config.data.images_per_step // world_size
-    images = per_rank // micro_batches(config, per_rank)
-    memory = estimate_memory(config, images * config.views.num_views)
-    gib, fixed = 2**30, memory.state + memory.copies
-    lines.append(
-        f"memory a rank: about {memory.total / gib:.1f} GiB = {fixed / gib:.2f} for weights, gradients and moments + "
-        f"{memory.views} views x {memory.activations_per_view / 2**20:.1f} MiB kept for backward (eager)"
-    )
-    return lines
+    return lines + memory_lines(config, world_size)
 
 
 def _count_images(config: Config) -> int:
@@ -144,39 +119,3 @@ def _count_images(config: Config) -> int:
         raise InputError("data.root is not set, and data.expected_images is 0: give one of them")
     check_set_size(config, num_images)
     return num_images
-
-
-def estimate_memory(config: Config, views_per_rank: int) -> Memory:
-    """Estimate a rank's memory from what a forward keeps for backward with two numbers of views: the slope is that of a
-    view."""
-    model = Model(replace(config.model, batch_norm_ranks="local"), config.views)
-    weights = sum(p.numel() for p in model.parameters())
-    moments = 1 if config.optimizer.name == "lars" else 2
-    rows = _COUNTED_IMAGES * config.views.num_views
-    some, twice = (_bytes_kept(model, config, count) for count in (rows, 2 * rows))
-    per_view = (twice - some) // rows
-    return Memory(4 * weights * (2 + moments), some - per_view * rows, per_view, views_per_rank)
-
-
-def _bytes_kept(model: Model, config: Config, rows: int) -> int:
-    """Count the bytes that a forward of `rows` views keeps for backward, each storage once. Fake tensors compute nothing."""
-    kept = {}
-    precision = "bf16" if config.precision == "auto" else config.precision
-    dtype = autocast_dtype(replace(config, precision=precision), torch.device("cpu"))
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage  # kept alive, so that no other storage gets its address
-        return tensor
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        held = [*model.parameters(), *model.buffers()]
-        own = [same.untyped_storage() for tensor in held for same in (tensor, mode.from_tensor(tensor))]
-        pixels = torch.zeros(rows, 3, config.views.side, config.views.side, dtype=torch.uint8)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
-            torch.autocast("cpu", dtype, enabled=dtype is not None),
-        ):
-            model(pixels.to(memory_format=torch.channels_last))
-    own_addresses = {storage._cdata for storage in own}
-    return sum(storage.nbytes() for address, storage in kept.items() if address not in own_addresses)

@@ -58,7 +58,7 @@ class DelayedMetrics:
         if values.device.type == "cuda":
             host = torch.empty_like(values, device="cpu", pin_memory=True)  # a copy to pageable memory would wait
             host.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # a spinning wait would take a core
             event.record()
         else:
             host = values.detach().clone()

@@ -12,11 +12,10 @@ from typing import Any
 
 import timm
 import torch
-import torch.distributed as dist
 from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
-from trainer.batch_norm import at_least_float32, convert_batch_norm
+from trainer.batch_norm import at_least_float32, convert_batch_norm, stop_counting_batches
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config, ModelConfig, ViewsConfig
 from trainer.errors import InputError
@@ -30,15 +29,16 @@ class Model(nn.Module):
     def __init__(
         self, config: ModelConfig, views: ViewsConfig, group_name: str | None = None, world_size: int = 1
     ) -> None:
-        """group_name: the process group of all ranks, for model.batch_norm_ranks: all."""
+        """group_name: the process group over which BatchNorm takes its statistics, for model.batch_norm_ranks: all."""
         super().__init__()
-        group_name = group_name if config.batch_norm_ranks == "all" and world_size > 1 else None
+        group_name = group_name if config.batch_norm_ranks == "all" else None
         parts = {"per_view": views.num_views, "joint": 1}
         encoder: Any = build_encoder(config)
         projector = Projector(config, encoder.num_features)
         self.encoder = convert_batch_norm(encoder, parts[config.encoder_batch_norm], group_name, world_size)
         self.projector = convert_batch_norm(projector, parts[config.projector_batch_norm], group_name, world_size)
         self.scale = PixelScale(views)
+        stop_counting_batches(self)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """pixels (R, 3, S, S) uint8, channels_last -> embeddings (R, k), float32."""
@@ -89,11 +89,10 @@ class Projector(nn.Module):
             return self.norm(self.last(at_least_float32(x)))
 
 
-def build_model(config: Config, ranks: Ranks) -> Model:
-    """The model with the seed's initial weights, the same on every rank, on the CPU."""
+def build_model(config: Config, ranks: Ranks, batch_norm_group: str | None = None) -> Model:
+    """The model with the seed's initial weights, the same on every rank, on the CPU. batch_norm_group: as for `Model`."""
     torch.manual_seed(config.seed)
-    group = dist.group.WORLD if ranks.world_size > 1 else None
-    return Model(config.model, config.views, group.group_name if group else None, ranks.world_size)
+    return Model(config.model, config.views, batch_norm_group, ranks.world_size)
 
 
 def build_encoder(config: ModelConfig) -> Any:

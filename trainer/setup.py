@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,14 @@ from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
 from trainer.device import autocast_dtype, compiles
-from trainer.distributed import make_slice_group, one_rank_a_node_first, open_on_all_ranks, require_same, wrap_model
+from trainer.distributed import (
+    make_batch_norm_group,
+    make_slice_group,
+    one_rank_a_node_first,
+    open_on_all_ranks,
+    require_same,
+    wrap_model,
+)
 from trainer.errors import InputError
 from trainer.faults import FaultCounter
 from trainer.files import atomic_write
@@ -138,7 +146,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     )
     group_size = slice_group_size(rows.count, ranks.world_size, rows_together(config))
     parts = micro_batches(config, rows.count)
-    model = build_model(config, ranks).to(device)
+    model = build_model(config, ranks, make_batch_norm_group(config, ranks, device)).to(device)
     if config.init_from:
         load_encoder(model, Path(config.init_from))
         _log.info("encoder from %s, fresh projector", config.init_from)
@@ -227,7 +235,9 @@ def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> 
     return found
 
 
-def compile_model(model: nn.Module, config: Config, device: torch.device, *, backend: str = "inductor") -> None:
+def compile_model(
+    model: nn.Module, config: Config, device: torch.device, *, backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compile in place, before DDP wraps it, so that names stay plain; the first step compiles.
 
     A graph break is an error, since it would silently cost what compiling gains. Shapes are fixed: each size of the views is

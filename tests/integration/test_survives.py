@@ -236,7 +236,6 @@ def test_numbers_that_fail_leave_the_update_out(
     assert all(0 < line["loss"] < 4 for line in metrics(tmp_path / "run"))
     model = checkpoint(tmp_path / "run", STEPS)["model"]
     assert all(value.isfinite().all() for value in model.values())
-    assert model["encoder.bn1.num_batches_tracked"] == STEPS - 2
     assert all(
         moments["step"] == STEPS - 2 for moments in checkpoint(tmp_path / "run", STEPS)["optimizer"]["state"].values()
     )

@@ -32,7 +32,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]
 def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]) -> None:
     one, two = (r[case] for r in results)
     assert two["group_size"] == (2 if "slice group" in case else 1)
-    for name in one.keys() - {"group_size", "agreed", *(("loss",) if "fails" in case else ())}:
+    if "compiled" in case:
+        assert one["graphs"] == 1
+        assert (
+            two["graphs"] > 1
+        )  # the compiler splits where DDP sends gradients, so that sending overlaps with backward
+    for name in one.keys() - {"group_size", "graphs", "agreed", *(("loss",) if "fails" in case else ())}:
         rtol, atol = (0, 1e-2) if "fp16" in case else (1e-8, 1e-10)
         torch.testing.assert_close(two[name], one[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
     largest = max(one[name].abs().max() for name in one if name.endswith("conv1.weight"))

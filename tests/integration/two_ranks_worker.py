@@ -8,11 +8,12 @@ import sys
 from dataclasses import replace
 
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from trainer.cluster.ranks import find_ranks
 from trainer.config import Config, LossConfig, ModelConfig, ViewsConfig
 from trainer.data.plan import Rows, slice_permutations
-from trainer.distributed import make_slice_group, process_group, wrap_model
+from trainer.distributed import make_batch_norm_group, make_slice_group, process_group, wrap_model
 from trainer.geometry import own_rows, slice_group_size
 from trainer.metrics import LossSums
 from trainer.model import Model
@@ -47,10 +48,11 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     parts = 4 // ranks.world_size if "parts" in name else 1
     statistics_of = "local" if "parts" in name else "all"
     config = replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of)
-    group = torch.distributed.group.WORLD.group_name if ranks.world_size > 1 else None
+    group = make_batch_norm_group(replace(Config(), model=config), ranks, torch.device("cpu"))
     model = Model(config, ViewsConfig(num_views=views), group, ranks.world_size).double()
+    graphs = CompileCounterWithBackend("aot_eager")
     if "compiled" in name:
-        compile_model(model, Config(), torch.device("cpu"), backend="aot_eager")  # raises where the graph breaks
+        compile_model(model, Config(), torch.device("cpu"), backend=graphs)  # raises where the graph breaks
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     step = TrainStep(
         wrap_model(
@@ -84,7 +86,11 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         torch.distributed.all_reduce(loss)
     gradients = {n: before[n] - p.detach() for n, p in model.named_parameters()}
     statistics = {n: b.clone() for n, b in model.named_buffers() if "running" in n and statistics_of == "all"}
-    agreed = {"agreed": result.agreed, "group_size": torch.tensor(group_size)}
+    agreed = {
+        "agreed": result.agreed,
+        "group_size": torch.tensor(group_size),
+        "graphs": torch.tensor(graphs.frame_count),
+    }
     return {"loss": loss / ranks.world_size, **agreed, **gradients, **statistics}
 
 

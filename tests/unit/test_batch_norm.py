@@ -5,7 +5,9 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from trainer.batch_norm import BatchNormStatistics, ViewBatchNorm, convert_batch_norm
+from trainer.batch_norm import BatchNormStatistics, ViewBatchNorm, convert_batch_norm, stop_counting_batches
+from trainer.config import ModelConfig, ViewsConfig
+from trainer.model import Model
 
 
 def test_per_view_is_a_batch_norm_of_each_view_in_turn() -> None:
@@ -24,7 +26,7 @@ def test_per_view_is_a_batch_norm_of_each_view_in_turn() -> None:
 
 def test_names_and_activations_stay() -> None:
     norm = BatchNormAct2d(4)
-    names = set(norm.state_dict())
+    names = set(norm.state_dict()) - {"num_batches_tracked"}
     module = nn.Sequential(norm)
     x = torch.randn(6, 4, 3, 3)
     before = module.eval()(x)
@@ -81,3 +83,11 @@ def test_statistics_are_taken_back_only_where_a_step_failed() -> None:
     model(torch.randn(5, 3))
     statistics.restore_if(torch.tensor(False))
     assert all(not torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_no_batches_are_counted_where_the_momentum_is_fixed() -> None:
+    model = Model(ModelConfig("test_resnet", projector_hidden=(8,)), ViewsConfig())
+    assert not any("num_batches_tracked" in name for name in model.state_dict())
+    averages_all = nn.BatchNorm1d(2, momentum=None)
+    stop_counting_batches(averages_all)
+    assert averages_all.num_batches_tracked is not None

@@ -8,10 +8,9 @@ import torch
 from tests.conftest import write_images
 from trainer.config_load import load_config
 from trainer.data.index import open_index
-from trainer.describe import dry_run, estimate_memory, evaluation_warnings, without_effect
+from trainer.describe import dry_run, evaluation_warnings, without_effect
 from trainer.errors import InputError
 from trainer.loop import pretrain
-from trainer.model import Model
 from trainer.run_plan import plan_lines, plan_warnings
 from trainer.signals import StopRequest
 
@@ -46,6 +45,9 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
     config, cpu = load_config(tiny_config, words), torch.device("cpu")
     assert [line.split()[0] for line in without_effect(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
     assert [line.split()[0] for line in without_effect(config, 2, torch.device("cuda"))] == []
+    budget = load_config(tiny_config, ["--model.activation_memory_budget", "0.9"])
+    assert "activation_memory_budget 0.9 has no effect: the model is not compiled" in without_effect(budget, 1, cpu)[0]
+    assert without_effect(budget, 1, torch.device("cuda")) == []
     assert without_effect(load_config(tiny_config, []), 1, cpu) == []
     dense = load_config(tiny_config, ["--checkpoint.keep_every_epochs_after_drop", "5"])
     assert "schedule is cosine, whose rate never drops" in without_effect(dense, 1, cpu)[0]
@@ -84,48 +86,6 @@ def test_a_run_on_such_a_set_warns_and_trains(
     config = load_config(tiny_config, [*words, "--data.test_split", "nothing"])
     assert pretrain(config, StopRequest()) == 0
     assert "can't be evaluated on it: there is no split 'nothing'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "copies"), [("adam", 4), ("lars", 3)])
-def test_memory_of_the_state(name: str, copies: int, tiny_config: Path) -> None:
-    """Weights, gradients and one or two moments, 4 bytes each; activations grow with the views' area."""
-    config = load_config(tiny_config, ["--optimizer.name", name])
-    weights = sum(p.numel() for p in Model(config.model, config.views).parameters())
-    memory = estimate_memory(config, 10)
-    assert memory.state == copies * 4 * weights
-    assert memory.copies < 0.05 * 4 * weights  # in float32 no weight is copied
-    assert memory.total == memory.state + memory.copies + 10 * memory.activations_per_view
-    larger = load_config(tiny_config, ["--optimizer.name", name, "--views.side", "64", "--views.test_resize", "64"])
-    growth = estimate_memory(larger, 10).activations_per_view / memory.activations_per_view
-    assert 3.5 < growth < 4.1
-
-
-def test_copies_of_the_weights_count_once_whatever_the_number_of_views(tiny_config: Path) -> None:
-    """Under bf16 autocast each weight but the last layer's is there a second time, in two bytes."""
-    config = load_config(tiny_config, ["--precision", "bf16", "--views.side", "16", "--views.test_resize", "16"])
-    model = Model(config.model, config.views)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "projector.last" not in name)
-    small, large = (estimate_memory(config, views) for views in (10, 1000))
-    assert small.copies == pytest.approx(2 * matrices, rel=0.05)
-    assert large.total - small.total == 990 * small.activations_per_view
-
-
-def test_memory_is_what_a_step_keeps(tiny_config: Path) -> None:
-    """Against the storages that a real forward of other views keeps alive."""
-    config = load_config(tiny_config, ["--precision", "bf16"])
-    model, kept = Model(config.model, config.views), {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    rows = 24
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
-        model(torch.zeros(rows, 3, 32, 32, dtype=torch.uint8).to(memory_format=torch.channels_last))
-    own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
-    found = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
-    memory = estimate_memory(config, rows)
-    assert memory.total - memory.state == pytest.approx(found, rel=0.01)
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(tiny_config: Path) -> None:

@@ -54,3 +54,13 @@ def test_batch_norm_sees_a_micro_batch_of_one_rank_or_of_all() -> None:
     assert [batch_norm_images(config, ranks) for ranks in (64, 16, 4)] == [64, 256, 256]
     over_all = replace(config, model=replace(config.model, batch_norm_ranks="all"))
     assert [batch_norm_images(over_all, ranks) for ranks in (64, 16, 4)] == [4096, 4096, 1024]
+
+
+def test_micro_batches_under_cuda_graphs_are_refused() -> None:
+    """A replay writes over the gradients of the micro-batch before it, which live in the graph's memory."""
+    graphs = replace(config_of(4096, images_per_micro_batch=256), cuda_graphs=True)
+    assert micro_batches(graphs, 256) == 1
+    with pytest.raises(InputError, match="go through in 2 micro-batches"):
+        micro_batches(graphs, 512)
+    with pytest.raises(InputError, match="cuda_graphs is true"):
+        check_ranks(replace(config_of(4096, accumulation_steps=2), cuda_graphs=True), 1)

@@ -37,6 +37,7 @@ SHAPING = (
 FREE = (
     "views.test_resize",
     "model.activation_checkpointing",
+    "model.activation_memory_budget",
     "loss.max_failed_steps",
     "loss.backend",
     "optimizer.backend",

@@ -148,15 +148,14 @@ def trained_encoder(model: Model) -> Encode:
 def untrained_encoder(model: Model, place: Place) -> Encode:
     """The same for a model that never saw an image: its BatchNorm statistics are first estimated on training images."""
     norms = [m for m in model.encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a plain average over the batches
     data = place.config.data
     index = open_on_all_ranks(data, data.train_split, place.ranks)
     count = min(len(index), _STATISTICS_BATCHES * place.config.evaluate.images_per_batch)
     spread = np.linspace(0, len(index) - 1, count).astype(np.int64)
     model.train()
-    for pixels, _, _ in _batches(index, spread, place):
+    for number, (pixels, _, _) in enumerate(_batches(index, spread, place), 1):
+        for norm in norms:
+            norm.momentum = 1 / number  # a plain average over the batches
         with torch.no_grad():
             model.encoder(model.scale(pixels))
     return trained_encoder(model)
