@@ -22,7 +22,6 @@ RANKS = (1, 8, 16, 64, 256)
 IMAGES, VIEWS, EPOCHS, SET_IMAGES = 4096, 4, 100, 1_281_167  # the ImageNet recipe
 SLICE, EMBEDDING, FLOAT = 256, 128, 4
 RANKS_A_NODE = 8
-VIEWS_IN_MEMORY = 1024  # of a rank at once; more go through in parts (optimizer.accumulation_steps)
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,10 @@ class Inputs:
 
     views_per_s: float = 4450.0
     fixed_ms: float = 0.8
+    activation_gb: float = 60.0
+    view_mb: float = 43.7
+    view_mb_with_budget: float = 24.4
+    budget_percent: float = 10.0
     backward_share: float = 2 / 3
     parameters: float = 32.17e6
     last_bucket_mb: float = 25.0
@@ -38,6 +41,7 @@ class Inputs:
     network_gb_per_s: float = 40.0
     node_latency_us: float = 12.0
     network_latency_us: float = 8.0
+    shared_communicator: float = 0.0
     batch_norm_layers: float = 56.0
     batch_norm_channels: float = 30_784.0
     operators: float = 600.0
@@ -49,13 +53,18 @@ class Inputs:
 SOURCES = {
     "views_per_s": "published: NVIDIA's PyTorch ResNet-50 on an A100, 2,470 images/s, times 1.8 for an H100",
     "fixed_ms": "estimate: LARS 0.4 ms, loss of 4 slices 0.15 ms (targets), the rest clearing and agreeing",
+    "activation_gb": "assumption: of 80 GB, what weights, moments, workspaces, DALI and the allocator's gaps leave",
+    "view_mb": "counted: kept for backward a view, compiled, bf16, BatchNorm over all ranks (66.0 eager)",
+    "view_mb_with_budget": "counted: the same with model.activation_memory_budget 0.9",
+    "budget_percent": "estimate: its cost, the traffic of making BatchNorm and ReLU again in backward",
     "backward_share": "counted: two of three products are backward's",
     "parameters": "counted: ResNet-50 without its head, and the projector 2048-2048-2048-128",
     "last_bucket_mb": "DDP's default bucket; the last one has no backward left to hide under",
     "node_gb_per_s": "assumption: ring bandwidth of a GPU over NVLink 4 (450 GB/s a direction on paper)",
     "network_gb_per_s": "assumption: of a GPU with a 400 Gb/s adapter of its own (50 GB/s on paper)",
-    "node_latency_us": "assumption: a small collective inside a node",
+    "node_latency_us": "assumption: a small collective inside a node; 22 is another estimate",
     "network_latency_us": "assumption: what each doubling of the nodes adds to it",
+    "shared_communicator": "0: BatchNorm has a communicator of its own, as in the code; 1: it shares the gradients'",
     "batch_norm_layers": "counted: 53 of ResNet-50, 3 of the projector",
     "batch_norm_channels": "counted: sum over these layers",
     "operators": "counted here: 541 in forward and backward of the model, and the rest of a step",
@@ -94,10 +103,11 @@ class Prediction:
 
 def predict(i: Inputs, ranks: int) -> Prediction:
     """One step of the recipe on so many GPUs, its images shared evenly."""
-    views = IMAGES * VIEWS / ranks
-    compute = max(views / i.views_per_s * 1e3 + i.fixed_ms, i.operators * i.launch_us / 1e3 * parts(ranks))
-    backward = i.backward_share * views / parts(ranks) / i.views_per_s * 1e3  # the last part's: gradients then go round
-    batch_norm = batch_norm_ms(i, ranks) * parts(ranks)
+    views, num_parts = IMAGES * VIEWS / ranks, parts(i, ranks)
+    device = views / i.views_per_s * 1e3 * (1 + i.budget_percent / 100 * needs_budget(i, ranks))
+    compute = max(device + i.fixed_ms, i.operators * i.launch_us / 1e3 * num_parts)
+    backward = i.backward_share * device / num_parts  # the last part's: gradients then go round
+    batch_norm = batch_norm_ms(i, ranks) * num_parts
     busy = compute + batch_norm
     sigma = math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0  # of the largest of so many normal numbers, about
     return Prediction(
@@ -110,9 +120,20 @@ def predict(i: Inputs, ranks: int) -> Prediction:
     )
 
 
-def parts(ranks: int) -> int:
-    """Of a rank's images that go through one after the other, where they do not fit its memory."""
-    return math.ceil(IMAGES * VIEWS / ranks / VIEWS_IN_MEMORY)
+def needs_budget(i: Inputs, ranks: int) -> bool:
+    """Whether a rank's images fit its memory at once by model.activation_memory_budget, and only by it."""
+    views = IMAGES * VIEWS / ranks
+    return views * i.view_mb_with_budget <= 1e3 * i.activation_gb < views * i.view_mb
+
+
+def parts(i: Inputs, ranks: int) -> int:
+    """Equal ones of a rank's images that go through one after the other (optimizer.accumulation_steps), where they do not fit
+    its memory at once."""
+    images = IMAGES // ranks
+    most = 1e3 * i.activation_gb / i.view_mb / VIEWS
+    if needs_budget(i, ranks):
+        return 1
+    return next(number for number in range(1, images + 1) if images % number == 0 and images / number <= most)
 
 
 def bandwidth_gb_per_s(i: Inputs, ranks: int) -> float:
@@ -139,7 +160,10 @@ def all_gather_ms(i: Inputs, ranks: int, bytes_a_rank: float) -> float:
 
 
 def exposed_all_reduce_ms(i: Inputs, ranks: int, backward_ms: float) -> float:
-    """What backward does not hide of the gradients' way: all but the last bucket goes beside it."""
+    """What backward does not hide of the gradients' way: all but the last bucket goes beside it. But a communicator works
+    through its collectives in order: where BatchNorm shares it, the next layer waits for the bucket, and nothing is hidden."""
+    if i.shared_communicator:
+        backward_ms = 0.0
     num_bytes = FLOAT * i.parameters
     last = min(i.last_bucket_mb * 1e6, num_bytes)
     hidden = all_reduce_ms(i, ranks, num_bytes - last)
@@ -197,7 +221,7 @@ def prediction_table(i: Inputs) -> list[str]:
         rows.append(
             [
                 str(ranks),
-                f"{IMAGES // ranks}" + (f" in {parts(ranks)} parts" if parts(ranks) > 1 else ""),
+                _images(i, ranks),
                 *(f"{ms:,.1f}" if ms == 0 or ms >= 0.1 else f"{ms:.2f}" for ms in times),
                 f"{p.views_per_s:,.0f}",
                 f"{efficiency(i, p):.0%}",
@@ -207,8 +231,23 @@ def prediction_table(i: Inputs) -> list[str]:
     return table([*head, "views/s", "efficiency", f"hours, {EPOCHS} epochs"], rows)
 
 
+def _images(i: Inputs, ranks: int) -> str:
+    in_parts = f" in {parts(i, ranks)} parts" if parts(i, ranks) > 1 else ""
+    return f"{IMAGES // ranks}{in_parts}{', budget' if needs_budget(i, ranks) else ''}"
+
+
+def communicator_table(i: Inputs) -> list[str]:
+    """A row a number of GPUs: what the all-reduce costs with a communicator of its own and with BatchNorm's."""
+    rows = []
+    for ranks in RANKS[1:]:
+        own, shared = (predict(dataclasses.replace(i, shared_communicator=float(s)), ranks) for s in (False, True))
+        longer = 100 * (shared.step / own.step - 1)
+        rows.append([str(ranks), f"{own.all_reduce:.1f}", f"{shared.all_reduce:.1f}", f"{longer:.1f} %"])
+    return table(["GPUs", "all-reduce, own, ms", "shared, ms", "a step is longer by"], rows)
+
+
 def main() -> None:
-    """Print both tables, or write them."""
+    """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compute", type=Path, metavar="JSON")
     parser.add_argument("--end2end", type=Path, metavar="JSON")
@@ -223,10 +262,11 @@ def main() -> None:
     inputs, sources = read_inputs(results[0], results[1], given)
     rows = [[name, f"{getattr(inputs, name):,.4g}", sources[name]] for name in names]
     tables = {"inputs": table(["input", "value", "where from"], rows), "prediction": prediction_table(inputs)}
+    tables["communicator"] = communicator_table(inputs)
     if own.write:
         write_tables(own.document, tables)
         return
-    print("\n".join([*tables["inputs"], "", *tables["prediction"]]))
+    print("\n\n".join("\n".join(lines) for lines in tables.values()))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class DataConfig:
     """Images of one optimizer step, all ranks together (each becomes num_views views)."""
     threads: int = 0
     """DALI threads and reader threads of a rank; 0: as many as the cores this rank may use, shared with its neighbours
-    where torchrun started several."""
+    where torchrun started several, but on a GPU at most 8 for DALI."""
     read_ahead_steps: int = 3
     """Steps whose files are read ahead of need."""
     prefetch_batches: int = 2
@@ -40,10 +40,11 @@ class DataConfig:
     decode_cache_gib: float = 0.0
     """Memory of a node for decoded images, filled in the first epoch, GiB; a set that does not fit is refused. 0: none, every
     epoch decodes."""
-    hw_decoder_load: float = 0.65
-    """Share of the JPEGs that a GPU's hardware decoder takes, 0..1, where it has one."""
+    hw_decoder_load: float = 1.0
+    """Share of the JPEGs that a GPU's hardware decoder takes, 0..1, where it has one; the rest takes the SMs and cores."""
     decoder_hint: tuple[int, int] = (0, 0)
-    """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: unknown."""
+    """Width and height of an image for which a GPU's hardware decoder makes room at the start, pixels; larger ones cost an
+    allocation when they come. 0: the set's largest, at most what takes 2 GiB for a rank's images of a step."""
     max_image_pixels: int = 100_000_000
     """Largest number of pixels of an image, height x width: a small file may claim any size, and a decoded pixel takes 3 bytes.
     Larger images count as unusable and are replaced."""

@@ -1,4 +1,7 @@
-"""Progress displays: of long work with a known number of items, and of a run. Bars appear on a terminal only."""
+"""Progress displays: of long work with a known number of items, and of a run. Bars appear on a terminal only.
+
+Only what draws a bar imports rich: an index, and with it a step, can be built where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,17 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, Task
+    from rich.text import Text
 
 T = TypeVar("T")
 _LOG_SECONDS = 60.0
 _MIN_COLUMNS_FOR_TEXT = 70
 _log = logging.getLogger(__name__)
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:.0f}/s")
 
 
 def with_progress(
@@ -42,14 +32,26 @@ def with_progress(
     if not progress:
         yield from items
     elif sys.stderr.isatty():
-        columns = (TextColumn(title), BarColumn(20), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(title, total=total)
-            for item in items:
-                yield item
-                bar.advance(task, size(item))
+        yield from _with_bar(items, total, title, size)
     else:
         yield from _with_log_lines(items, total, title, size)
+
+
+def _with_bar(items: Iterable[T], total: int, title: str, size: Callable[[T], int]) -> Iterator[T]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.finished_speed or task.speed or 0:.0f}/s")
+
+    columns = (TextColumn(title), BarColumn(20), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total)
+        for item in items:
+            yield item
+            bar.advance(task, size(item))
 
 
 def _with_log_lines(items: Iterable[T], total: int, title: str, size: Callable[[T], int]) -> Iterator[T]:
@@ -71,6 +73,16 @@ class RunBar:
 
     def __init__(self, first_step: int, end_step: int, console: Console | None = None) -> None:
         """console: where to draw; None: stderr, if it is a terminal."""
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         if console is None and sys.stderr.isatty():
             console = Console(stderr=True)
         self._progress: Progress | None = None

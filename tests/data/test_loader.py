@@ -21,7 +21,7 @@ from trainer.data.bad_images import drop_quarantine_after, read_quarantine
 from trainer.data.index import Index, open_index
 from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.data.views import eval_recipe, view_arrays
+from trainer.data.views import eval_recipe, view_arrays, view_pipeline
 from trainer.errors import InputError
 
 RECIPE = ViewsConfig(num_views=2, side=16, test_resize=16)
@@ -157,13 +157,101 @@ def test_rows_are_view_major(index):
     assert (batch.views[4:].int() - batch.views[:4].int()).abs().float().mean() > 5
 
 
-def test_a_batch_stays_until_two_batches_later(index, batches):
+def test_a_batch_stays_until_the_next_one(index, batches):
     iterator = iter(loader(index))
-    first, second = next(iterator), next(iterator)
+    first = next(iterator)
     assert torch.equal(first.views, batches[0].views)
     next(iterator)
-    assert torch.equal(second.views, batches[1].views)
-    assert torch.equal(first.views, batches[2].views), "a third buffer is held: say so where Batch is described"
+    assert torch.equal(first.views, batches[1].views), "a second buffer is held: say so where Batch is described"
+
+
+class Outputs:
+    """Of DALI, for one batch: notes when each view is copied, and when nobody holds them any more."""
+
+    def __init__(self, number: int, notes: list[str]) -> None:
+        self.number, self.notes = number, notes
+
+    def __iter__(self):
+        return iter([self] * RECIPE.num_views)
+
+    def as_tensor(self) -> torch.Tensor:
+        self.notes.append(f"copy {self.number}")
+        return torch.full((PER_STEP, 16, 16, 3), self.number, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        self.notes.append(f"drop {self.number}")
+
+
+def on_a_gpu(index: Index, monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> ViewLoader:
+    """A loader that believes to be on one: its buffer is the CPU's, and its events note what is done with them."""
+
+    class Event:
+        def record(self, stream: str) -> None:
+            assert stream == "torch's"
+            self.number = notes[-1].removeprefix("copy ")
+            notes.append(f"record {self.number}")
+
+        def synchronize(self) -> None:
+            notes.append(f"wait {self.number}")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "torch's")
+    one = ViewLoader(
+        index,
+        RECIPE,
+        DataConfig(threads=1),
+        train_requests(planner(index)),
+        batch_size=PER_STEP,
+        device=torch.device("cuda"),
+        first_step=0,
+        end_step=STEPS,
+    )
+    one._buffer = torch.empty(RECIPE.num_views * PER_STEP, 16, 16, 3, dtype=torch.uint8)
+    return one
+
+
+def test_a_gpus_outputs_are_given_back_after_their_copy(index, monkeypatch):
+    """DALI writes over what is let go of in the order of its own stream: the device must have copied it before."""
+    notes: list[str] = []
+    one = on_a_gpu(index, monkeypatch, notes)
+    for number in range(5):
+        assert (one._collect(Outputs(number, notes), PER_STEP) == number).all()
+    one._let_go(0)
+    for number in range(5):
+        own = [note for note in notes if note.endswith(f" {number}")]
+        assert own == [*[f"copy {number}"] * RECIPE.num_views, *(f"{w} {number}" for w in ("record", "wait", "drop"))]
+    assert notes.index("wait 0") > notes.index("record 3"), "the host must not wait for the batch before"
+
+
+def test_a_gpu_has_few_dali_threads_and_room_for_the_largest_image(tmp_path, monkeypatch):
+    sizes = [(30, 40), (20, 90), (70, 10), (200, 300)]  # height, width
+    files = {f"train/c/{i}.jpg": encoded("JPEG", image(height=h, width=w)) for i, (h, w) in enumerate(sizes)}
+    index = open_index(make_folder(tmp_path, files), "train")
+    monkeypatch.setattr("trainer.data.loader.own_cores", lambda: 26)
+
+    def place(device: str, batch_size: int = 4, **data):
+        return ViewLoader(
+            index,
+            RECIPE,
+            DataConfig(**data),
+            train_requests(planner(index)),
+            batch_size=batch_size,
+            device=torch.device(device),
+            first_step=0,
+            end_step=1,
+        )._place
+
+    assert place("cuda").decoder_hint == (300, 200)
+    assert place("cuda", max_image_pixels=59_999).decoder_hint == (90, 70)
+    assert place("cuda", decoder_hint=(500, 400)).decoder_hint == (500, 400)
+    assert place("cpu").decoder_hint == (0, 0)
+    monkeypatch.setattr("trainer.data.loader.RESERVED_BYTES", 4 * 3 * 250**2)
+    assert place("cuda").decoder_hint == (250, 200)
+    assert place("cuda", batch_size=64).decoder_hint == (62, 62)
+    assert [place(device).threads for device in ("cuda", "cpu")] == [8, 26]
+    assert [place(device, threads=12).threads for device in ("cuda", "cpu")] == [12, 12]
+    monkeypatch.setattr("trainer.data.loader.own_cores", lambda: 4)
+    assert place("cuda").threads == 4
 
 
 def test_a_loader_can_be_iterated_again(index, batches):
@@ -437,6 +525,50 @@ def test_an_error_of_a_reader_is_raised_at_its_step(index, batches, error):
     with pytest.raises(type(error)) as caught:
         got.extend(b._replace(views=b.views.clone()) for b in loader(index, requests=requests))
     assert caught.value is error
+    assert own_threads() == []
+
+
+def fails_in_step(step: int, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """DALI fails so often when the batch of that step is due, of which it had all images; returns the steps it ran."""
+    ran: list[int] = []
+
+    class Pipeline:
+        def __init__(self, pipe, source) -> None:
+            self.pipe, self.loader = pipe, source.__self__
+
+        def run(self):
+            outputs = self.pipe.run()
+            ran.append(self.loader._fed[0].step)
+            if ran[-1] == step and ran.count(step) <= times:
+                raise RuntimeError("nvJPEG error 6\nStacktrace")
+            return outputs
+
+    def build(recipe, batch_size, place, source, *, decoded=False):
+        return Pipeline(view_pipeline(recipe, batch_size, place, source, decoded=decoded), source)
+
+    monkeypatch.setattr("trainer.data.loader.view_pipeline", build)
+    return ran
+
+
+def test_a_batch_that_fails_once_is_decoded_by_pillow(index, batches, monkeypatch, caplog):
+    """Though DALI decodes each of its images alone. What it can't do is said, and costs neither an image nor the run."""
+    ran = fails_in_step(3, 1, monkeypatch)
+    one = loader(index)
+    assert same(keep(one), batches)
+    assert ran == [0, 1, 2, 3, *range(3, STEPS)]
+    assert one._reader.refused_by_dali == set(batches[3].image_ids.tolist())
+    assert not one.bad.ids
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "DALI failed in step 3" in record.getMessage()
+    assert "nvJPEG error 6\\nStacktrace" in record.getMessage()
+
+
+def test_a_batch_that_fails_again_ends_the_run(index, batches, monkeypatch):
+    ran, got = fails_in_step(3, 2, monkeypatch), []
+    with pytest.raises(RuntimeError, match="DALI failed in step 3, though every image decodes: nvJPEG error 6"):
+        got.extend(b._replace(views=b.views.clone()) for b in loader(index))
+    assert same(got, batches[:3])
+    assert ran == [0, 1, 2, 3, 3]
     assert own_threads() == []
 
 

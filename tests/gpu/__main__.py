@@ -188,7 +188,6 @@ def main(words: list[str] | None = None) -> int:
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a part said before it is stopped is kept
     if own.tiny:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        os.environ["AOT_INDUCTOR_DEBUG_COMPILE"] = "1"  # the compiler of a CPU takes long to optimise
     elif not has_gpu():
         print("there is no GPU here; --tiny rehearses on a CPU", file=sys.stderr)
         return 2

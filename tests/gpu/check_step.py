@@ -124,9 +124,7 @@ def check_all(part: Part) -> Iterator[Line]:
     config = TINY if part.tiny else SMALL
     expected: dict[int, float] = {}
     for variant in VARIANTS:
-        if (
-            part.tiny and variant.compiled
-        ):  # minutes on a CPU; time_step compiles one, tests/unit/test_step.py has others
+        if part.tiny and (variant.compiled or variant.backend == "triton"):  # slow on a CPU, and rehearsed elsewhere
             continue
         if variant.parts not in expected:
             expected[variant.parts] = float32_loss(config, variant.parts, part.device)

@@ -91,7 +91,9 @@ def config_of(name: str, tiny: bool) -> Config:
     """The variant's settings on top of the recipe's, or of the rehearsal's."""
     settings, model = VARIANTS[name]
     if tiny:
-        settings = {**settings, "compile": "true" if name == COMPILED_IN_REHEARSALS else "false", "autotune": False}
+        compiled = name == COMPILED_IN_REHEARSALS
+        settings = {**settings, "compile": "true" if compiled else "false", "autotune": False}
+        settings |= {"precision": "fp32"} if compiled else {}  # fewer kernels
     config = TINY if tiny else RECIPE
     return replace(config, model=replace(config.model, **model), **settings)
 

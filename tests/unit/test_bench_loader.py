@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from trainer.bench.loading import ColdIndex, endless_loader
 from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.data.index import open_index
+from trainer.data.loader import Batch
 from trainer.data.prepare import prepare
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -103,7 +105,28 @@ def test_the_grid_starts_with_the_configs_own_and_repeats_nothing(config: Config
     assert all(setting not in tried[:i] for i, setting in enumerate(tried))
     assert all("hw_decoder_load" not in setting for setting in tried)
     assert {setting["prefetch_batches"] for setting in tried} >= {1, 2, 4}
-    assert {0.5, 0.95} <= {setting["hw_decoder_load"] for setting in grid(config, CUDA)}
+    assert {setting["hw_decoder_load"] for setting in grid(config, CUDA)} == {1.0, 0.9, 0.65}
+    assert {tuple(setting["decoder_hint"]) for setting in grid(config, CUDA)} == {(0, 0)}
+
+
+def test_a_batch_is_waited_for_in_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wait for the device would be to wait for what DALI does ahead, and so for the loader to work on nothing else."""
+    waited: list[str] = []
+
+    class Views:
+        device, is_cuda = CUDA, True
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append("stream")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream() if device == CUDA else None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waited.append("device"))
+    batches = [Batch(step, Views(), np.arange(4), 0.0) for step in range(3)]
+    clock = iter([0.0, 0.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr(loading.time, "perf_counter", lambda: next(clock))
+    assert loading.measure(iter(batches), 8, 2.5) == pytest.approx(3 * 8 / 3)
+    assert waited == ["stream"] * 3
 
 
 def test_the_words_of_a_setting_are_the_configs(tiny_config: Path, config: Config) -> None:

@@ -67,7 +67,7 @@ def inputs(**changed: float) -> Inputs:
         "views_per_s": 1000.0, "fixed_ms": 0.0, "backward_share": 0.5, "parameters": 25e6, "last_bucket_mb": 10.0,
         "node_gb_per_s": 100.0, "network_gb_per_s": 10.0, "node_latency_us": 10.0, "network_latency_us": 5.0,
         "batch_norm_layers": 50.0, "batch_norm_channels": 12_500.0, "operators": 0.0, "overhead_percent": 0.0,
-        "spread_percent": 0.0,
+        "spread_percent": 0.0, "activation_gb": 50.0, "view_mb": 40.0, "view_mb_with_budget": 20.0, "budget_percent": 0.0,
     }  # fmt: skip
     return Inputs(**values | changed)
 
@@ -80,15 +80,33 @@ def test_one_gpu_only_computes() -> None:
 
 
 def test_eight_gpus_of_one_node() -> None:
-    """2,048 views a GPU in two parts, one loss each; all but the last bucket hides under the last part's backward."""
+    """2,048 views a GPU; all but the last bucket hides under backward."""
     p = predict(inputs(), 8)
     assert p.compute == pytest.approx(2048)
     assert p.all_reduce == pytest.approx(2 * 7 / 8 * 10e6 / 100e9 * 1e3 + 0.010)
     numbers = 2 * 250
     layer = 2 * 7 / 8 * (8 + 4) * numbers / 100e9 * 1e3 + 2 * 0.01
-    assert p.batch_norm == pytest.approx(2 * 50 * layer)
+    assert p.batch_norm == pytest.approx(50 * layer)
     assert p.gather == 0
     assert p.step == pytest.approx(p.compute + p.all_reduce + p.batch_norm)
+
+
+def test_what_does_not_fit_takes_the_budget_then_parts() -> None:
+    """2,048 views of 40 MB are 82 GB, of 20 MB 41. Parts are equal, so 16,384 views, 655 GB, take 16 and not 14."""
+    base = inputs(budget_percent=10.0)
+    assert [predict(base, ranks).compute for ranks in (1, 8, 16)] == pytest.approx([16384, 2048 * 1.1, 1024])
+    assert [scaling_model.parts(base, ranks) for ranks in (1, 8, 16)] == [16, 1, 1]
+    small = inputs(activation_gb=40.0)
+    assert [scaling_model.parts(small, ranks) for ranks in (8, 16)] == [4, 1]
+    assert predict(small, 8).batch_norm == pytest.approx(4 * predict(base, 8).batch_norm)
+
+
+def test_a_shared_communicator_hides_nothing() -> None:
+    ring = 2 * 15 / 16 / 10e9 * 1e3
+    own, shared = (predict(inputs(shared_communicator=s), 16) for s in (0.0, 1.0))
+    assert own.all_reduce == pytest.approx(ring * 10e6 + 0.015)
+    assert shared.all_reduce == pytest.approx(ring * 100e6 + 2 * 0.015)
+    assert shared.step - own.step == pytest.approx(ring * 90e6 + 0.015)
 
 
 def test_sixty_four_gpus_of_eight_nodes() -> None:

@@ -48,6 +48,41 @@ def test_the_loss_is_measured_where_torch_and_rich_are_all_there_is():
     assert not loaded & {"trainer.setup", "trainer.model", "trainer.data.loader", "trainer.config_load"}
 
 
+WITHOUT_EXTRAS = """
+import importlib, sys
+import timm  # whose own dependencies are its own
+
+REFUSED = ("nvidia.dali", "jsonargparse", "yaml", "rich", "tensorboard", "submitit")
+for name in [name for name in sys.modules if name.partition(".")[0] in REFUSED]:
+    del sys.modules[name]
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in REFUSED:
+            raise ModuleNotFoundError(f"{name} is not needed for this")
+
+
+sys.meta_path.insert(0, Refuse())
+for name in ("check_kernels", "time_whitening", "check_step"):
+    importlib.import_module(f"tests.gpu.{name}")
+import trainer.bench.compute, trainer.setup, trainer.step
+import torch
+from tests.gpu.check_step import IMAGES, TINY, Variant, build_step, pixels_of
+
+cpu = torch.device("cpu")
+step = build_step(TINY, Variant("fp32"), cpu)
+result = step(pixels_of(0, TINY.views.side, cpu), torch.arange(IMAGES)[None], 0.1)
+print(int(result.failed), result.loss.item() > 0)
+"""
+
+
+def test_a_step_is_built_and_made_where_only_torch_and_timm_are():
+    """A machine with a GPU may have no DALI and none of the command line's packages."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["0", "True"], done.stderr[-2000:]
+
+
 def test_only_the_command_line_imports_the_commands():
     commands = {
         "trainer.loop",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvidia.dali import __version__ as dali_version
-
-from trainer.bench.loading import WARMUP_STEPS, endless_loader, measure, settings_used, warm_up
+from trainer.bench.loading import WARMUP_STEPS, dali_version, endless_loader, measure, settings_used, warm_up
 from trainer.bench.timing import spread
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
@@ -46,5 +44,5 @@ def bench_loader(config: Config, seconds: float) -> dict[str, Any]:
         "interpolation": config.views.interpolation,
         **settings_used(config, device),
         **provenance(device),
-        "dali": dali_version,
+        "dali": dali_version(),
     }

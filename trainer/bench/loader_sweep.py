@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from nvidia.dali import __version__ as dali_version
 from rich.console import Console
 from rich.table import Table
 
-from trainer.bench.loading import WARMUP_STEPS, Loaders, endless_loader, in_turns, settings_used
+from trainer.bench.loading import WARMUP_STEPS, Loaders, dali_version, endless_loader, in_turns, settings_used
 from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
@@ -25,15 +24,14 @@ Setting = dict[str, Any]  # field of config.data -> value
 
 def grid(config: Config, device: torch.device) -> list[Setting]:
     """The settings that are tried, the config's own first: threads with queue depths, then one other at a time."""
-    cores = own_cores()
+    cores, on_gpu = own_cores(), device.type == "cuda"
     own = settings_used(config, device)
     tried = [own]
-    for threads in sorted({max(1, cores // 2), cores, 2 * cores}):
+    for threads in sorted({4, 8, 16} if on_gpu else {max(1, cores // 2), cores, 2 * cores}):
         tried += [{**own, "threads": threads, "prefetch_batches": depth} for depth in (1, 2, 4)]
     tried += [{**own, "read_ahead_steps": steps} for steps in (1, 6)]
-    if device.type == "cuda":
-        tried += [{**own, "hw_decoder_load": load} for load in (0.5, 0.65, 0.8, 0.95)]
-        tried.append({**own, "decoder_hint": [5980, 6430]})  # the largest sides in ImageNet
+    if on_gpu:
+        tried += [{**own, "hw_decoder_load": load} for load in (1.0, 0.9, 0.65)]
     return [setting for i, setting in enumerate(tried) if setting not in tried[:i]]
 
 
@@ -66,7 +64,7 @@ def bench_loader_sweep(config: Config, seconds: float) -> dict[str, Any]:
         "interpolation": config.views.interpolation,
         "warm_up_steps": WARMUP_STEPS,
         **provenance(device),
-        "dali": dali_version,
+        "dali": dali_version(),
     }
 
 

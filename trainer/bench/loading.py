@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from trainer.bench.timing import spread, synchronize
+from trainer.bench.timing import spread
 from trainer.cluster.cores import own_cores
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
@@ -81,15 +81,23 @@ def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | N
     )
 
 
+def dali_version() -> str:
+    """Of the DALI that the loader runs on."""
+    from nvidia.dali import __version__
+
+    return str(__version__)
+
+
 def settings_used(config: Config, device: torch.device) -> dict[str, Any]:
     """Those that decide a loader's speed on this device."""
-    data = config.data
+    data, on_gpu = config.data, device.type == "cuda"
     used: dict[str, Any] = {
-        "threads": data.threads or own_cores(),
+        # no one number stands for a GPU's 0, which gives DALI fewer threads than readers
+        "threads": data.threads if on_gpu else data.threads or own_cores(),
         "prefetch_batches": data.prefetch_batches,
         "read_ahead_steps": data.read_ahead_steps,
     }
-    if device.type == "cuda":
+    if on_gpu:
         used |= {"hw_decoder_load": data.hw_decoder_load, "decoder_hint": list(data.decoder_hint)}
     return used
 
@@ -105,8 +113,9 @@ def measure(batches: Iterator[Any], views_per_batch: int, seconds: float) -> flo
     began, count = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < seconds:
         batch = next(batches)
-        if isinstance(batch, Batch):
-            synchronize(batch.views.device)
+        if isinstance(batch, Batch) and batch.views.is_cuda:
+            # not the whole device: DALI works on coming batches in streams of its own
+            torch.cuda.current_stream(batch.views.device).synchronize()
         count += views_per_batch
     return count / elapsed
 

@@ -9,6 +9,8 @@ Shapes: N images of this rank in the step, d views, S pixels a side.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +32,16 @@ from trainer.data.decoding import decode, decode_by_dali
 from trainer.data.formats import decode_rgb
 from trainer.data.index import Index
 from trainer.data.plan import Planner
+from trainer.data.printable import printable
 from trainer.data.reading import ImageReader
 from trainer.data.views import Placement, eval_arrays, view_arrays, view_pipeline
 from trainer.errors import InputError
+
+GPU_THREADS = 8  # of DALI, where the JPEG engine decodes and the SMs do the rest
+HELD_BATCHES = 3  # whose copies a GPU may still owe; a training loop reads its results two steps late
+RESERVED_BYTES = 2 << 30
+
+_log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
@@ -43,7 +52,7 @@ class Request(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the loader hands over. `views` is overwritten two batches later."""
+    """What the loader hands over. `views` is overwritten by the next batch."""
 
     step: int
     views: torch.Tensor  # (d*N, 3, S, S) uint8, channels_last, view-major, on the device
@@ -55,6 +64,25 @@ class Prepared(NamedTuple):
     step: int
     image_ids: NDArray[np.int64]
     arrays: list[Any]
+
+
+def dali_threads(config: DataConfig, *, on_gpu: bool) -> int:
+    """Threads of DALI on this rank."""
+    return config.threads or (min(GPU_THREADS, own_cores()) if on_gpu else own_cores())
+
+
+def largest_sides(index: Index, max_pixels: int, batch_size: int) -> tuple[int, int]:
+    """Largest width and height of the images that may be read, for `Placement.decoder_hint`.
+
+    nvJPEG is told them and the size of a batch: 256 images of 6000 x 6000 would be 28 GB if it makes room for each, which its
+    manual leaves open. So that one freak image can't take the memory, no side is longer than that of squares which take
+    RESERVED_BYTES a batch. For a larger image nvJPEG grows what it has, once, out of DALI's pool.
+    """
+    heights, widths = np.asarray(index.heights, np.int64), np.asarray(index.widths, np.int64)
+    usable = heights * widths <= max_pixels
+    longest = math.isqrt(RESERVED_BYTES // (3 * batch_size))
+    width, height = (int(sides[usable].max(initial=1)) for sides in (widths, heights))
+    return min(width, longest), min(height, longest)
 
 
 def side_at(sides: Sequence[tuple[int, int]], step: int) -> int:
@@ -118,22 +146,24 @@ class ViewLoader:
         known = read_quarantine(quarantine, first_step) if quarantine else {}
         self.bad = BadImages(index, config.max_bad_share, known, quarantine, rank)
         self._reader = ImageReader(index, config.max_image_pixels)
-        threads = config.threads or own_cores()
+        on_gpu, hint = device.type == "cuda", config.decoder_hint
+        if on_gpu and not all(hint):
+            hint = largest_sides(index, config.max_image_pixels, batch_size)
         self._place = Placement(
-            device.index or 0 if device.type == "cuda" else None,
-            threads,
+            device.index or 0 if on_gpu else None,
+            dali_threads(config, on_gpu=on_gpu),
             config.prefetch_batches,
             config.hw_decoder_load,
-            config.decoder_hint,
+            hint,
         )
+        self._num_readers = config.threads or own_cores()
         self._ahead = config.read_ahead_steps
         self._pipe: Any = None
-        # DALI may write over what is let go of, and a GPU copies two steps later than the host asks for it
-        self._held: deque[Any] = deque(maxlen=3)
+        self._held: deque[tuple[Any, torch.cuda.Event]] = deque()  # DALI's outputs and the end of their copy
         self._device = device
 
     def __iter__(self) -> Iterator[Batch]:
-        self._readers = ThreadPoolExecutor(self._place.threads, "read")
+        self._readers = ThreadPoolExecutor(self._num_readers, "read")
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._source_error: Exception | None = None
         try:
@@ -143,12 +173,13 @@ class ViewLoader:
                 if step == self._stop_step:
                     self._start(step)
                 outputs, prepared = self._run(step)
-                views = self._collect(outputs, len(prepared.image_ids), step % 2)
+                views = self._collect(outputs, len(prepared.image_ids))
                 yield Batch(step, views, prepared.image_ids, time.perf_counter() - began)
         finally:
-            self._pipe = None
             for pool in (self._preparer, self._readers):
                 pool.shutdown(wait=True, cancel_futures=True)
+            self._let_go(0)
+            self._pipe = None
 
     def waiting_for(self) -> list[tuple[str, float]]:
         """(name, seconds) of each image that a reader is waiting for just now, the longest first; from any thread."""
@@ -156,11 +187,13 @@ class ViewLoader:
 
     def _start(self, step: int) -> None:
         """From a step on, as far as the views keep their side."""
+        self._let_go(0)
         side = side_at(self._sides, step)
         self._stop_step = min([self.end_step, *(first for first, _ in self._sides if first > step)])
         recipe = replace(self.recipe, side=side)
-        shape = (2, recipe.num_views * self.batch_size, side, side, 3)
-        self._buffers = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        # one is enough: on a GPU a batch is copied in the order of the stream that works on the one before
+        shape = (recipe.num_views * self.batch_size, side, side, 3)
+        self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()
         self._fed: deque[Prepared] = deque()
@@ -183,7 +216,8 @@ class ViewLoader:
         return prepared.arrays
 
     def _run(self, step: int) -> tuple[Any, Prepared]:
-        """DALI's outputs for the step. A file whose damage only the decoder sees costs a new pipeline, not the run."""
+        """DALI's outputs for the step. A file whose damage only the decoder sees costs a new pipeline, not the run; nor does a
+        batch that fails once, though each of its images can be decoded."""
         while True:
             try:
                 outputs = self._pipe.run()
@@ -191,7 +225,7 @@ class ViewLoader:
             except RuntimeError as error:
                 if error is self._source_error:  # a reader's, not DALI's
                     raise
-                if not self._find_refused():
+                if not self._find_refused() and not self._refuse_batch(step, error):
                     raise RuntimeError(f"DALI failed in step {step}, though every image decodes: {error}") from error
                 for future in self._coming:
                     future.cancel()
@@ -209,6 +243,21 @@ class ViewLoader:
         ]
         refused = list(self._readers.map(lambda item: self._is_refused(*item), given))
         return any(refused)
+
+    def _refuse_batch(self, step: int, error: RuntimeError) -> bool:
+        """Have Pillow decode the images of the failed batch from now on. Return False where that was done already, and where
+        DALI was given pixels or nothing."""
+        ids = set(self._fed[0].image_ids.tolist()) if self._fed else set()
+        if self._cache is not None or ids <= self._reader.refused_by_dali:
+            return False
+        _log.warning(
+            "DALI failed in step %d, though it decodes each of the %d images alone; Pillow decodes them now. DALI's error: %s",
+            step,
+            len(ids),
+            printable(str(error)),
+        )
+        self._reader.refused_by_dali |= ids
+        return True
 
     def _is_refused(self, step: int, image_id: int, data: NDArray[np.uint8]) -> bool:
         if decode_by_dali(data.tobytes(), on_gpu=self._place.device_id is not None) is not None:
@@ -250,10 +299,22 @@ class ViewLoader:
                 problem = str(error)
         return np.frombuffer(data, np.uint8), problem
 
-    def _collect(self, outputs: Any, count: int, slot: int) -> torch.Tensor:
+    def _collect(self, outputs: Any, count: int) -> torch.Tensor:
         """The view-major tensor of a batch: the one copy of the pixels."""
-        self._held.append(outputs)
-        buffer = self._buffers[slot, : self.recipe.num_views * count]
+        buffer = self._buffer[: self.recipe.num_views * count]
         for view, output in enumerate(outputs):
             buffer[view * count : (view + 1) * count].copy_(torch.from_dlpack(output.as_tensor()))
+        if self._device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self._device))
+            self._held.append((outputs, copied))
+            self._let_go(HELD_BATCHES)
         return buffer.permute(0, 3, 1, 2)
+
+    def _let_go(self, keep: int) -> None:
+        """Give DALI the outputs back, but for the last `keep` batches', once the device has copied them: DALI writes over them
+        in the order of its own stream, which knows nothing of torch's."""
+        while len(self._held) > keep:
+            _, copied = self._held[0]
+            copied.synchronize()
+            self._held.popleft()

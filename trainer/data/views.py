@@ -1,5 +1,7 @@
 """The DALI graph that turns encoded images into d views each; one function for CPU and GPU.
 
+DALI is imported by the functions that build the graph, so that a step can be built and measured where it is not installed.
+
 It draws nothing: windows, colour matrices and blur widths are inputs, computed from the plan by `view_arrays`. An image
 is decoded once. Crop, resize and flip are one operation (the window's x is swapped for a flip), colour is one affine
 map. A view that is not blurred passes the blur by on the CPU, and has one tap on a GPU, which leaves it as it is.
@@ -15,13 +17,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from nvidia.dali import fn, pipeline_def, types
 
 from trainer.config import ViewsConfig
 from trainer.data.color import color_matrices
 from trainer.data.plan import Plan, crop_windows
 
-_INTERPOLATION = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}
 Arrays = list[Any]  # one batched array, or list of encoded images, for each input of the graph
 Source = Callable[[], Arrays]
 
@@ -35,10 +35,10 @@ class Placement:
     threads: int
     prefetch: int
     """Batches that DALI keeps ahead of the one taken."""
-    hw_decoder_load: float = 0.65
+    hw_decoder_load: float = 1.0
     """Share of the JPEGs for a GPU's hardware decoder."""
     decoder_hint: tuple[int, int] = (0, 0)
-    """Largest width and height of an image, for which a GPU's decoder makes room at the start, pixels; 0: as they come."""
+    """Width and height of an image for which a GPU's hardware decoder makes room at the start, pixels; 0: as they come."""
 
 
 def has_color(recipe: ViewsConfig) -> bool:
@@ -91,9 +91,14 @@ def view_pipeline(
     source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)]; with `decoded` pixels
     (H, W, 3) in place of encoded images.
     """
+    from nvidia.dali import fn, pipeline_def, types
+
     color, blur = has_color(recipe), recipe.blur_probability > 0
     inputs_per_view = 2 + 2 * color + 2 * blur
+    interpolation = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}[recipe.interpolation]
 
+    # stream_policy stays at DALI's default. With StreamPolicy.SINGLE, a GPU's JPEG engine, which does not keep to the order of
+    # a stream, could write into memory that the same stream had just given back
     @pipeline_def(
         batch_size=batch_size,
         num_threads=place.threads,
@@ -116,7 +121,7 @@ def view_pipeline(
                 roi_start=start,
                 roi_end=end,
                 antialias=True,
-                interp_type=_INTERPOLATION[recipe.interpolation],
+                interp_type=interpolation,
             )
             if color:
                 v = _affine(v, rest[0], rest[1], image_mean, place)
@@ -131,18 +136,20 @@ def view_pipeline(
 
 
 def decode(encoded: Any, place: Placement) -> Any:
-    """RGB pixels as stored (no EXIF turning) of encoded images.
+    """RGB pixels as stored (no EXIF turning) of encoded images, each decoded whole: nvImageCodec 0.9, which DALI 2.4 needs,
+    is reported to end the process where an H100 decodes a window of a JPEG, even one as large as the image.
 
-    The shape is read first: bytes that are not an image raise an error there, while the decoder would end the process.
+    The decoder's input depends on the shape, which is read first: bytes that are not an image raise an error there, and no
+    device's decoder sees them.
     """
+    from nvidia.dali import fn, types
+
     shape = fn.peek_image_shape(encoded, adjust_orientation=False)
-    size = fn.cast(fn.slice(shape, start=[0], shape=[2], axes=[0]), dtype=types.INT32)
+    # -1 for whatever shape was read: reshape takes it for the number of bytes, and copies nothing
+    as_it_is = fn.cast(fn.slice(shape, start=[0], shape=[1], axes=[0]) * 0 - 1, dtype=types.INT32)
     on_gpu = {} if place.device_id is None else _gpu_decoder(place)
-    return fn.decoders.image_slice(
-        encoded,
-        start=[0, 0],
-        end=size,
-        axes=[0, 1],
+    return fn.decoders.image(
+        fn.reshape(encoded, shape=as_it_is),
         adjust_orientation=False,
         output_type=types.RGB,
         device="cpu" if place.device_id is None else "mixed",
@@ -152,12 +159,14 @@ def decode(encoded: Any, place: Placement) -> Any:
 
 def on_device(pixels: Any, place: Placement) -> Any:
     """Images that are decoded already, where the rest of the graph works."""
+    from nvidia.dali import fn
+
     pixels = fn.reshape(pixels, layout="HWC")  # without a layout a blur would mix channels
     return pixels if place.device_id is None else pixels.gpu()
 
 
 def _gpu_decoder(place: Placement) -> dict[str, Any]:
-    """Arguments of a decoder on a GPU. Its hardware engine decodes windows, too: `decode`'s does not pass it by."""
+    """Arguments of a decoder on a GPU."""
     width, height = place.decoder_hint
     hints = {"preallocate_width_hint": width, "preallocate_height_hint": height} if width and height else {}
     return {"hw_decoder_load": place.hw_decoder_load, **hints}
@@ -165,6 +174,8 @@ def _gpu_decoder(place: Placement) -> dict[str, Any]:
 
 def _mean(image: Any) -> Any:
     """Mean pixel of each image, (1, 3) float."""
+    from nvidia.dali import fn, types
+
     return fn.reshape(fn.reductions.mean(image, axes=[0, 1], dtype=types.FLOAT), shape=[1, 3])
 
 
@@ -173,6 +184,8 @@ def _affine(view: Any, a: Any, c: Any, image_mean: Any | None, place: Placement)
 
     An argument of coord_transform has to be a CPU input, so on a GPU the shift, computed there, is added as a 1x1 image.
     """
+    from nvidia.dali import fn, types
+
     shift = fn.coord_transform(_mean(view) if image_mean is None else image_mean, M=c)
     if place.device_id is None:
         return fn.coord_transform(view, M=a, T=fn.reshape(shift, shape=[3]), dtype=types.UINT8)
@@ -183,6 +196,8 @@ def _affine(view: Any, a: Any, c: Any, image_mean: Any | None, place: Placement)
 def _blur(view: Any, sigma: Any, taps: Any, place: Placement) -> Any:
     """Blurred where there is more than one tap. On a CPU even a pass of one tap costs a sixth of a view's time, so there
     DALI takes the batch apart and joins it again; on a GPU, where each part is a launch, one tap it is (neither measured)."""
+    from nvidia.dali import fn
+
     if place.device_id is None:
         if taps > 1:
             view = fn.gaussian_blur(view, sigma=sigma, window_size=taps)
