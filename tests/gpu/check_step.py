@@ -29,7 +29,7 @@ SMALL = Config(
     loss=LossConfig(slice_size=32),
     precision="fp32",
 )
-TINY = replace(SMALL, model=replace(SMALL.model, backbone="test_resnet"))
+TINY = replace(SMALL, model=replace(SMALL.model, backbone="test_resnet"), views=replace(SMALL.views, side=32))
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 0.15, "fp16": 0.05}  # of the first step's loss, near 2
 
 
