@@ -265,7 +265,7 @@ class Started:
 def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:
     """`wmse WORDS` in `ranks` processes that are struck by `faults`; outputs go to files in `folder`. {rank} in a word is
     the number of the rank."""
-    port = _free_port()
+    port = free_port()
     started = []
     for rank in range(ranks):
         world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
@@ -300,7 +300,8 @@ def _as_command() -> int:
     return main(sys.argv[2:])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,35 +18,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from trainer.cluster.peers import Failure, Peers
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.rendezvous import compare_ranks, meet
 from trainer.config import Config, DataConfig
 from trainer.data.index import Index, open_images
-from trainer.errors import InputError
+from trainer.device import compiles
+from trainer.errors import InputError, exit_code_of
 
 T = TypeVar("T")
+_WAIT_SHARE = 0.8  # of timeout_minutes, that a rank waits for another
+_COMPILE_MINUTES = (
+    30.0  # autotuning a ResNet-50 takes up to 10; another rank may take longer, or find its kernels cached
+)
+
+
+_peers = Peers()  # of this process, as torch's own group is
+
+
+def peers() -> Peers:
+    """Return the other ranks of the job, while `process_group` is open."""
+    return _peers
 
 
 @contextmanager
 def process_group(
+    config: Config,
     ranks: Ranks,
     device: torch.device,
-    timeout_minutes: float,
     *,
     facts: Mapping[str, Any] | None = None,
     first: Callable[[], None] = lambda: None,
+    before_exit: Callable[[Failure], None] = lambda failure: None,
 ) -> Iterator[None]:
     """Open the group of all ranks while the block runs; there is none if this process is alone.
 
     facts: what must be the same on all ranks, by name. first: called on rank 0 when all ranks are there, before any goes on;
-    an InputError or TrainingFailedError that it raises is raised by every rank.
+    an InputError or TrainingFailedError that it raises is raised by every rank. before_exit: called before the process is
+    ended because another rank has failed.
     """
+    global _peers
     if ranks.world_size == 1:
         first()
         yield
         return
     on_gpu = device.type == "cuda"
-    timeout = _collective_timeout(timeout_minutes)
+    timeout = timedelta(minutes=_WAIT_SHARE * config.timeout_minutes)
     began = time.monotonic()
     store = meet(ranks, timeout)
     # the start as a whole waits no longer than the time-out
@@ -55,25 +75,43 @@ def process_group(
         store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timeout,
+        timeout=collective_timeout(config, device),
         device_id=device if on_gpu else None,
     )
+    _peers = Peers(store, ranks)
     try:
-        yield
+        with _peers.watched(before_exit):
+            yield
+    except BaseException as error:
+        _peers.tell(error)
+        _peers.wait_until_heard()
+        cause = _peers.cause_of(error)
+        if on_gpu:
+            # NCCL's clean-up, by destroy_process_group or at Python's end, waits for ranks that stand in a collective
+            atexit.register(_exit_at_once, exit_code_of(cause))
+        else:
+            dist.destroy_process_group()
+        if cause is not error:
+            raise cause from error
+        raise
     finally:
-        dist.destroy_process_group()
+        _peers = Peers()
+    dist.destroy_process_group()
 
 
-def is_of_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone or late; the cause is then in that rank's log lines."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+def _exit_at_once(code: int) -> None:
+    """End the process as the last thing that Python does before it destroys objects."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
-def make_slice_group(size: int, ranks: Ranks, timeout_minutes: float) -> Any:
+def make_slice_group(size: int, config: Config, ranks: Ranks, device: torch.device) -> Any:
     """Return the process group of this rank's neighbours; None if it has none. Every rank calls this."""
     if size == 1:
         return None
-    timeout = _collective_timeout(timeout_minutes)  # a new group does not take over that of all
+    timeout = collective_timeout(config, device)  # a new group does not take over that of all
     groups = [
         dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, ranks.world_size, size)
     ]
@@ -89,13 +127,27 @@ def make_batch_norm_group(config: Config, ranks: Ranks, device: torch.device) ->
     if ranks.world_size == 1 or config.model.batch_norm_ranks == "local":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if device.type == "cuda" else None
-    group: Any = dist.new_group(timeout=_collective_timeout(config.timeout_minutes), pg_options=options)
+    group: Any = dist.new_group(timeout=collective_timeout(config, device), pg_options=options)
     return str(group.group_name)
 
 
-def _collective_timeout(timeout_minutes: float) -> timedelta:
-    """Shorter than the watchdog's, so that a rank that waits for another says so before it is ended."""
-    return timedelta(minutes=0.8 * timeout_minutes)
+def collective_timeout(config: Config, device: torch.device) -> timedelta:
+    """Return the time after which a collective fails. gloo: shorter than timeout_minutes, so that a rank that waits for another
+    says so before the watchdog ends it.
+
+    NCCL ends the process without a word, so its time-out comes after the watchdog's (`step_seconds`), which knows the steps
+    that compile."""
+    minutes = config.timeout_minutes if device.type == "cuda" else _WAIT_SHARE * config.timeout_minutes
+    return timedelta(minutes=minutes + (_COMPILE_MINUTES if compiles(config, device) else 0.0))
+
+
+def step_seconds(config: Config, ranks: Ranks, device: torch.device, *, may_compile: bool) -> float | None:
+    """Return the time after which a step that stands is ended by the watchdog; None where nothing but gloo waits in it, whose
+    collectives fail by themselves, or this rank is alone."""
+    if ranks.world_size == 1 or device.type != "cuda":
+        return None
+    extra = _COMPILE_MINUTES if may_compile and compiles(config, device) else 0.0
+    return 60 * (_WAIT_SHARE * config.timeout_minutes + extra)
 
 
 def wrap_model(
@@ -127,11 +179,18 @@ def wrap_model(
 
 
 def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do `work()` on every rank, on one of each node before the others: it may write a file that the others then read."""
-    done = work() if ranks.local_rank == 0 else None
-    if ranks.world_size > 1:
-        dist.barrier()
-    return work() if done is None else done
+    """Do `work()` on every rank, on one of each node before the others: it may write a file that the others then read.
+
+    Raises InputError on every rank if the work of any rank raises InputError or OSError."""
+    found: list[T] = []
+    for is_turn in (ranks.local_rank == 0, ranks.local_rank > 0):
+        problem = None
+        try:
+            found += [work()] if is_turn else []
+        except (InputError, OSError) as error:
+            problem = error
+        _peers.check(problem)
+    return found[0]
 
 
 def open_on_all_ranks(data: DataConfig, split: str, ranks: Ranks) -> Index:

@@ -16,4 +16,5 @@ class TrainingFailedError(RuntimeError):
 def exit_code_of(error: BaseException) -> int:
     """Return BAD_INPUT for what the user can fix (bad input, a file that can't be read or written), else FAILED."""
     names_file = isinstance(error, OSError) and error.filename is not None
-    return BAD_INPUT if names_file or isinstance(error, InputError) else FAILED
+    code = BAD_INPUT if names_file or isinstance(error, InputError) else FAILED
+    return int(getattr(error, "exit_code", code))  # LostRankError has that of the rank that failed first

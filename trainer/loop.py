@@ -8,24 +8,25 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from trainer.board import Board
+from trainer.cluster.peers import is_of_lost_rank
 from trainer.cluster.ranks import Ranks, find_ranks
 from trainer.commit import git_commit
 from trainer.config import Config, flatten
 from trainer.config_load import save_config
-from trainer.data.loader import ViewLoader
+from trainer.data.loader import Batch, ViewLoader
 from trainer.data.plan import PLAN_VERSION
 from trainer.describe import describe_run
 from trainer.device import choose_device, memory_gib
-from trainer.distributed import is_of_lost_rank, process_group
-from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedError
+from trainer.distributed import peers, process_group, step_seconds
+from trainer.errors import DONE, PREEMPTED, InputError, TrainingFailedError, exit_code_of
 from trainer.faults import FaultCounter
 from trainer.files import describe_os_error
 from trainer.geometry import usable_ranks
@@ -70,7 +71,14 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
 
         try:
             facts = {**flatten(config), "commit": git_commit(), "plan version": PLAN_VERSION, "problem": problem}
-            with process_group(ranks, device, config.timeout_minutes, facts=facts, first=open_folder):
+            with process_group(
+                config,
+                ranks,
+                device,
+                facts=facts,
+                first=open_folder,
+                before_exit=lambda failure: state.lost_rank(*failure),
+            ):
                 run = set_up(config, ranks, device, run_dir)
                 run.sources = sources or {}
                 describe_run(run)
@@ -80,10 +88,10 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
             state.failed(error)
             if not is_of_lost_rank(error):
                 raise
-            _log.error("this rank ends, because another rank is gone or late (%s)", str(error).partition("\n")[0])
+            _log.error("this rank ends, because %s", str(error).partition("\n")[0])
             if not ranks.is_first:
                 note_lost_rank_0(run_dir, error)
-            return FAILED
+            return exit_code_of(error)
 
 
 def _device(config: Config, ranks: Ranks) -> tuple[torch.device, str]:
@@ -109,12 +117,20 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
     saves = _SaveTimes(run)
     loader = run.loader(first_step)
     stopping = GO_ON
+    file_seconds = 60 * run.config.timeout_minutes
+    limits = _StepLimits(run)
 
-    with _watchdog(run, loader, state) as watchdog, open_writer as writer, closing(_saver(run)) as saver:
+    with (
+        _watchdog(run, loader, state) as watchdog,
+        open_writer as writer,
+        closing(_saver(run)) as saver,
+        _failure_told_at_once(state),
+    ):
+        peers().is_saving = saver.under_way
         # --- steps ---
-        watchdog.doing(f"waits for the images of step {first_step}", for_files=True)
+        watchdog.doing(f"waits for the images of step {first_step}", limit=file_seconds)
         for batch in loader:
-            watchdog.doing(f"makes step {batch.step}, or waits for another rank in it")
+            watchdog.doing(f"makes step {batch.step}, or waits for another rank in it", limit=limits.seconds(batch))
             rate = run.schedule.learning_rate(batch.step)
             result = run.step(
                 batch.views,
@@ -144,16 +160,27 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
                     faults.check_progress()
                 if stopping:
                     stop.answered()
-                watchdog.doing("waits for the checkpoint before this one to be written", for_files=True)
+                watchdog.doing("waits for the checkpoint before this one to be written", limit=file_seconds)
                 save(run, saver, step, sums)
                 saves.done()
             _check_saves(run, saver)
             if stopping:
                 break
-            watchdog.doing(f"waits for the images of step {step}", for_files=True)
-        watchdog.doing("waits for the last checkpoint to be written", for_files=True)
+            watchdog.doing(f"waits for the images of step {step}", limit=file_seconds)
+        watchdog.doing("waits for the last checkpoint to be written", limit=file_seconds)
         _finish_saving(saver)
     return _finish(run, step, stopping if step < run.end_step else GO_ON, state)
+
+
+@contextmanager
+def _failure_told_at_once(state: RunState) -> Iterator[None]:
+    """Tell the other ranks of an error in the block and write it to state.json, before anything is closed that may block."""
+    try:
+        yield
+    except BaseException as error:
+        peers().tell(error)
+        state.failed(peers().cause_of(error))
+        raise
 
 
 def _read_records(
@@ -191,11 +218,14 @@ def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
         longest = [f"{name} for {seconds:.0f} s" for name, seconds in loader.waiting_for()[:3]]
         return "reads " + ", ".join(longest) if longest else ""
 
+    def hung() -> None:
+        peers().tell(TrainingFailedError("it hung"))
+        state.hung()
+
     return Watchdog(
         run.config.log.stall_seconds,
-        60 * run.config.timeout_minutes,
         reading,
-        state.hung,
+        hung,
         lambda stall: state.note(doing=stall or None),
     )
 
@@ -244,6 +274,22 @@ def _finish(run: Run, step: int, stopped: int, state: RunState) -> int:
     if run.ranks.is_first:
         _log.info("%s after step %d of %d", status, step, run.schedule.total_steps)
     return code
+
+
+class _StepLimits:
+    """How long a step may stand before the watchdog ends the process."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._side, self._long_until = run, 0, 0
+
+    def seconds(self, batch: Batch) -> float | None:
+        """Return the limit of a step; the first step at each size of the views may compile, and the host notices two steps
+        later that another rank still does."""
+        side = batch.views.shape[-1]
+        if side != self._side:
+            self._side, self._long_until = side, batch.step + _HOST_DELAY
+        may_compile = batch.step <= self._long_until
+        return step_seconds(self._run.config, self._run.ranks, self._run.device, may_compile=may_compile)
 
 
 class _SaveTimes:

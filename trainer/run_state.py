@@ -133,11 +133,19 @@ class RunState:
         """Write that the watchdog ends the process."""
         self.ended("failed", FAILED, step=newest_step(self._run_dir), message="the run hung: see log.txt")
 
+    def lost_rank(self, message: str, exit_code: int) -> None:
+        """Write that the failure of another rank ends the run."""
+        self.ended("failed", exit_code, step=newest_step(self._run_dir), message=message[:_MESSAGE_LENGTH])
+
     def failed(self, error: BaseException) -> None:
-        """Write that an error ends the run, unless this rank never came to hold the folder."""
-        if self._fields:
-            message = "; ".join(str(error).split("\n"))[:_MESSAGE_LENGTH] or type(error).__name__
-            self.ended("failed", exit_code_of(error), step=newest_step(self._run_dir), message=message)
+        """Write that an error ends the run, unless this rank never came to hold the folder. The first call gives the cause, a
+        later one the checkpoint that was still being written then."""
+        if not self._fields:
+            return
+        message = "; ".join(str(error).split("\n"))[:_MESSAGE_LENGTH] or type(error).__name__
+        self.ended("failed", exit_code_of(error), message=message)
+        if self._fields.get("status") == "failed":
+            self.write(step=newest_step(self._run_dir))
 
     @contextmanager
     def heartbeat(self, stop: StopRequest) -> Iterator[None]:

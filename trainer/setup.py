@@ -161,7 +161,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         num_views=config.views.num_views,
         autocast_dtype=autocast_dtype(config, device),
         ranks=ranks,
-        slice_group=make_slice_group(group_size, ranks, config.timeout_minutes),
+        slice_group=make_slice_group(group_size, config, ranks, device),
         accumulation_steps=parts,
     )
     return Run(

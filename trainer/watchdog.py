@@ -1,7 +1,8 @@
-"""Detect that a run stands still: log what it waits for, and after the time-out end a process that waits for files.
+"""Detect that a run stands still: log what it waits for, and end the process after the limit of what it is doing.
 
-A rank whose file system hangs holds all others up, and no exception ends it: only another thread can. A step is not
-ended: it may be a long one (a recipe's on a laptop), and its collectives have time-outs of their own.
+A rank whose file system hangs holds all others up, and no exception ends it: only another thread can. The same holds for a
+step that stands in one of NCCL's collectives. Other steps have no limit: one may be long (a recipe's on a laptop), and gloo's
+collectives raise errors by themselves.
 
 Time in which this process could not run does not count, for example while a job is suspended (SIGSTOP): the thread wakes often,
 and the time between two of its checks counts as no more than twice its sleep.
@@ -22,6 +23,7 @@ from trainer.signals import aside
 
 _log = logging.getLogger(__name__)
 _MAX_SLEEP_SECONDS = 1.0
+_News = tuple[float, str, float | None]  # since when (seconds awake), what, limit
 
 
 class Watchdog:
@@ -30,30 +32,28 @@ class Watchdog:
     def __init__(
         self,
         warn_seconds: float,
-        timeout_seconds: float,
         details: Callable[[], str],
         before_exit: Callable[[], None],
         on_stall: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Warn after `warn_seconds` without news and each time that has doubled; after `timeout_seconds` end the process, if it
-        waits for files.
+        """Warn after `warn_seconds` without news and each time that has doubled.
 
         details: what more can be said of the wait, empty where nothing. before_exit: the last thing that is done.
         on_stall: called with what the run waits for whenever that is logged, and with "" when it goes on.
         """
-        self._warn_seconds, self._timeout_seconds = warn_seconds, timeout_seconds
+        self._warn_seconds = warn_seconds
         self._details = details
         self._before_exit = before_exit
         self._on_stall = on_stall
-        self._sleep_seconds = min(warn_seconds / 4, timeout_seconds / 4, _MAX_SLEEP_SECONDS)
+        self._sleep_seconds = min(warn_seconds / 4, _MAX_SLEEP_SECONDS)
         self._awake = 0.0  # seconds in which the process could run, counted by the thread
-        self._news = (self._awake, "starts", False)  # replaced whole: the two threads need no lock
+        self._news: _News = (self._awake, "starts", None)  # replaced whole: the two threads need no lock
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def doing(self, what: str, *, for_files: bool = False) -> None:
-        """Something new begins. for_files: it waits for nothing but a file system."""
-        self._news = (self._awake, what, for_files)
+    def doing(self, what: str, *, limit: float | None = None) -> None:
+        """Something new begins. limit: seconds after which it is taken for hung and the process is ended; None: never."""
+        self._news = (self._awake, what, limit)
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -70,13 +70,13 @@ class Watchdog:
             checked, before = time.monotonic(), checked
             self._awake += min(checked - before, 2 * self._sleep_seconds)
             news = self._news
-            since, what, for_files = news
+            since, what, limit = news
             seconds = self._awake - since
             if news is not warned[0]:
                 if warned[1]:
                     self._on_stall("")
                 warned = (news, 0.0)
-            if for_files and seconds >= self._timeout_seconds:
+            if limit is not None and seconds >= limit:
                 self._end(seconds, what)
             elif seconds >= max(self._warn_seconds, 2 * warned[1]):
                 warned = (news, seconds)

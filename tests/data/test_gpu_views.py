@@ -16,6 +16,7 @@ from trainer.data.loader import Batch, ViewLoader, eval_requests, train_requests
 from trainer.data.plan import Planner, Rows
 from trainer.data.views import eval_recipe
 
+pytest.importorskip("nvidia.dali")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tests.conftest import TINY
 from tests.faults import Faults, Started, start
-from tests.integration.launch import run
+from tests.integration.launch import run, start_ranks
 from tests.integration.run_files import assert_same_run, checkpoint, metrics, state
 
 STEPS = 9
@@ -132,7 +134,8 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_the_only_one(
     assert finish([first, second]) == [1, 1]
     assert second.output().rstrip().endswith("RuntimeError: the fault that was injected")
     assert "Traceback" not in first.output()
-    assert "this rank ends, because another rank is gone or late" in first.output()
+    assert "rank 1 fails and tells the other ranks: RuntimeError: the fault that was injected" in second.output()
+    assert re.search(r"this rank ends, because rank 1 on \S+ failed: RuntimeError: the fault that was", first.output())
 
 
 def test_a_rank_that_is_killed_ends_the_job(two_ranks: Callable[..., list[Started]], tmp_path: Path) -> None:
@@ -165,6 +168,48 @@ def test_a_rank_whose_reads_hang_ends_the_job_within_the_time_out(two_ranks: Cal
     assert "(reads " in said
     assert "It ends here" in said
     assert "in read" in said  # where each thread was
+
+
+def test_a_set_that_is_not_there_ends_every_rank_with_exit_code_2(
+    command: Callable[..., Words], tmp_path: Path
+) -> None:
+    """One rank looks before the others, which wait for it: they must learn what it found."""
+    processes = start(command(root=tmp_path / "nothing"), tmp_path, ranks=2)
+    assert finish(processes, 30) == [2, 2]
+    for process in processes:
+        assert "nothing" in process.output()
+        assert "Traceback" not in process.output()
+    assert state(tmp_path / "run")[:2] == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stand_in",
+        pytest.param(
+            "nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("struck", "error", "code"), [(1, "RuntimeError", 1), (0, "RuntimeError", 1), (1, "InputError", 2)]
+)
+def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(kind: str, struck: int, error: str, code: int) -> None:
+    """The other rank stands in a collective, and so would NCCL's clean-up."""
+    processes = start_ranks("tests/integration/nccl_worker.py", 2, kind, str(struck), error)
+    began = time.monotonic()
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert time.monotonic() - began < 45  # imports and start take 10 to 20 of it
+    assert [process.returncode for process in processes] == [code, code]
+    assert f"rank {struck} fails and tells the other ranks: " in outputs[struck]
+    assert outputs[struck].rstrip().endswith("what went wrong")
+    assert "before exit: rank " in outputs[1 - struck]
+    assert re.search(rf"this rank ends, because rank {struck} on \S+ failed: .*what went wrong", outputs[1 - struck])
 
 
 def test_torchrun_ends_all_and_prints_the_first_traceback_last(command: Callable[..., Words]) -> None:

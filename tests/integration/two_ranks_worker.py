@@ -67,7 +67,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         num_views=views,
         autocast_dtype=None,
         ranks=ranks,
-        slice_group=make_slice_group(group_size, ranks, 1.0),
+        slice_group=make_slice_group(group_size, Config(), ranks, torch.device("cpu")),
         accumulation_steps=parts,
     )
     pixels = torch.randint(
@@ -108,7 +108,7 @@ def run_sums() -> dict[str, torch.Tensor]:
 
 def main() -> None:
     ranks = find_ranks()
-    with process_group(ranks, torch.device("cpu"), 1.0):
+    with process_group(replace(Config(), timeout_minutes=1.0), ranks, torch.device("cpu")):
         results = {name: run_case(name) for name in CASES}
         results["sums"] = run_sums()
         if ranks.is_first:

@@ -8,10 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer.cluster.peers import Peers
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config
 from trainer.device import autocast_dtype
-from trainer.distributed import make_batch_norm_group, make_slice_group, one_rank_a_node_first
+from trainer.distributed import (
+    collective_timeout,
+    make_batch_norm_group,
+    make_slice_group,
+    one_rank_a_node_first,
+    step_seconds,
+)
 from trainer.errors import InputError
 from trainer.geometry import own_rows, slice_group_size
 
@@ -22,14 +29,18 @@ def test_only_one_rank_of_all_is_the_first() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
-    [(Ranks(), ["work"]), (Ranks(2, 4, 0), ["work", "barrier"]), (Ranks(3, 4, 1), ["barrier", "work"])],
+    [
+        (Ranks(), ["work", "check", "check"]),
+        (Ranks(2, 4, 0), ["work", "check", "check"]),
+        (Ranks(3, 4, 1), ["check", "work", "check"]),
+    ],
 )
 def test_one_rank_a_node_works_before_the_others(
     ranks: Ranks, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(dist, "barrier", lambda: order.append("barrier"))
-    one_rank_a_node_first(ranks, lambda: order.append("work") or "done")
+    monkeypatch.setattr(Peers, "check", lambda self, error: order.append("check"))
+    assert one_rank_a_node_first(ranks, lambda: order.append("work") or "done") == "done"
     assert order == expected
 
 
@@ -66,11 +77,12 @@ def test_slice_groups_are_neighbours_and_made_alike_on_all_ranks(monkeypatch: py
         return ranks
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    found = [make_slice_group(2, Ranks(rank, 6), 10.0) for rank in range(6)]
+    cpu = torch.device("cpu")
+    found = [make_slice_group(2, Config(), Ranks(rank, 6), cpu) for rank in range(6)]
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
     assert made == [[0, 1], [2, 3], [4, 5]] * 6
     assert set(timeouts) == {timedelta(minutes=8)}
-    assert make_slice_group(1, Ranks(3, 6), 10.0) is None
+    assert make_slice_group(1, Config(), Ranks(3, 6), cpu) is None
 
 
 def test_precision_by_name() -> None:
@@ -98,3 +110,28 @@ def test_batch_norm_has_a_group_of_its_own(group_of_one: str, monkeypatch: pytes
     monkeypatch.setattr(dist, "new_group", new_group)
     make_batch_norm_group(config, Ranks(0, 2), torch.device("cuda", 0))
     assert asked[0].is_high_priority_stream
+
+
+@pytest.mark.parametrize("compile_model", ["true", "false"])
+def test_a_step_that_stands_is_ended_before_nccl_ends_the_process_without_a_word(compile_model: Any) -> None:
+    config, gpu = replace(Config(), compile=compile_model), torch.device("cuda", 0)
+    usual, first = (step_seconds(config, Ranks(0, 2), gpu, may_compile=may_compile) for may_compile in (False, True))
+    assert usual is not None
+    assert first is not None
+    assert usual == 0.8 * 60 * config.timeout_minutes
+    assert (first > usual + 600) == (compile_model == "true")  # autotuning takes minutes
+    assert collective_timeout(config, gpu).total_seconds() > first
+
+
+def test_a_step_that_waits_for_no_rank_over_nccl_has_no_limit() -> None:
+    assert step_seconds(Config(), Ranks(), torch.device("cuda", 0), may_compile=False) is None
+    assert step_seconds(Config(), Ranks(0, 2), torch.device("cpu"), may_compile=False) is None
+    assert collective_timeout(Config(), torch.device("cpu")) == timedelta(minutes=8)  # of gloo, before the watchdog's
+
+
+def test_an_error_of_one_rank_alone_is_plain() -> None:
+    def work() -> None:
+        raise InputError("no folder")
+
+    with pytest.raises(InputError, match=r"^no folder$"):
+        one_rank_a_node_first(Ranks(), work)

@@ -4,10 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from tests.unit.test_setup import run_of
-from trainer.loop import _SaveTimes
+from trainer.data.loader import Batch
+from trainer.loop import _SaveTimes, _StepLimits
 
 
 class Time:
@@ -43,3 +46,15 @@ def test_saves_by_minutes_are_asked_for_once(tiny_set: Path, tiny_config: Path, 
     )
     hand.now += 1e6
     assert not never.minutes_due()
+
+
+def test_the_steps_in_which_some_rank_may_compile_have_a_longer_limit(
+    tiny_set: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step at each size of the views, and the two after it: the host notices two steps late that others compile."""
+    asked = []
+    monkeypatch.setattr("trainer.loop.step_seconds", lambda *_, may_compile: asked.append(may_compile))
+    limits = _StepLimits(run_of(tiny_set, tiny_config))
+    for step, side in enumerate([16, 16, 16, 16, 32, 32, 32, 32], 7):
+        limits.seconds(Batch(step, torch.empty(1, 3, side, side), np.arange(1), 0.0))
+    assert asked == 2 * [True, True, True, False]

@@ -56,7 +56,7 @@ def bench_compute(
     device = choose_device(config, ranks)
     with (
         tempfile.TemporaryDirectory(prefix="bench_compute_") as folder,
-        process_group(ranks, device, config.timeout_minutes),
+        process_group(config, ranks, device),
     ):
         run = synthetic_run(config, ranks, device, Path(folder))
         step = FixedSteps(run)

@@ -57,7 +57,7 @@ def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path |
     device = choose_device(config, ranks)
     with (
         tempfile.TemporaryDirectory(prefix="bench_end2end_") as folder,
-        process_group(ranks, device, config.timeout_minutes),
+        process_group(config, ranks, device),
     ):
         run = _endless_run(config, ranks, device, Path(folder))
         start_logging(run.run_dir, ranks.rank)  # as a run does: what its lines cost is in the figures

@@ -26,8 +26,7 @@ def run_evaluation(
     ranks = find_ranks()
     start_logging(None, ranks.rank)
     evaluator = Evaluator(run_dir, settings, ranks, out)
-    timeout = evaluator.config.timeout_minutes
-    with process_group(ranks, evaluator.place.device, timeout, first=evaluator.results.check):
+    with process_group(evaluator.config, ranks, evaluator.place.device, first=evaluator.results.check):
         evaluator.check(measures)
         encode, source = evaluator.encoder(which)
         results = dict(evaluator.measure(encode, source, measures))
