@@ -1,1 +1,1 @@
-"""The whitening operation: one call for all slices."""
+"""The whitening operation, one call for all slices, and LARS by Triton kernels."""

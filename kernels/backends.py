@@ -25,7 +25,7 @@ def why_not(backend: str, device_type: str, size: int, in_float64: bool) -> str 
     if not _has_triton():
         return "needs the package triton, which is not installed"
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs an NVIDIA GPU (x is on {device_type!r}), or TRITON_INTERPRET=1 in the environment for tests"
+        return f"needs an NVIDIA GPU (this is {device_type!r}), or TRITON_INTERPRET=1 in the environment for tests"
     if in_float64:
         return "whitens in float32 only"
     if size > LARGEST_TRITON_SIZE:

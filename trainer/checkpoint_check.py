@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def wanted_moments(optimizer: torch.optim.Optimizer, config: OptimizerConfig) ->
     """Return what the state of an optimizer of this config must hold after an update: tensors on the meta device, by
     parameter."""
     trial = nn.utils.skip_init(nn.Linear, 1, 1, bias=False)  # draws no random numbers
-    example = build_optimizer(trial, config, torch.device("cpu"))
+    example = build_optimizer(trial, replace(config, backend="auto"), torch.device("cpu"))
     trial.weight.grad = torch.zeros_like(trial.weight)
     example.step()
     parts = example.state[trial.weight]

@@ -15,7 +15,7 @@ _FREE = (
     "data.root", "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
     "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint", "data.max_bad_share",
     "data.max_classes", "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",
-    "checkpoint.", "log.", "evaluate.",
+    "optimizer.backend", "checkpoint.", "log.", "evaluate.",
 )  # fmt: skip
 
 

@@ -206,6 +206,10 @@ def _optimizer(o: OptimizerConfig) -> list[str]:
         )
     if o.warmup_epochs > o.epochs:
         problems.append(f"optimizer.warmup_epochs is {o.warmup_epochs:g}: longer than optimizer.epochs {o.epochs}")
+    if o.backend == "triton" and o.name != "lars":
+        problems.append(
+            f"optimizer.backend is triton with optimizer.name {o.name}: its kernels are those of lars, take auto"
+        )
     drops = list(o.drop_epochs_before_end)
     falling = drops == sorted(set(drops), reverse=True)
     if o.schedule == "drops" and not (falling and all(0 < epoch < o.epochs for epoch in drops)):

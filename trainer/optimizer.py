@@ -14,7 +14,8 @@ from trainer.config import OptimizerConfig
 def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the config over all parameters of `model`. The rate is set each step by `update`."""
     if config.name == "lars":
-        return Lars(parameter_groups(model, config.weight_decay), config.momentum, config.trust_coefficient)
+        groups = parameter_groups(model, config.weight_decay)
+        return Lars(groups, config.momentum, config.trust_coefficient, by_triton=config.backend == "triton")
     return torch.optim.Adam(
         model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=device.type == "cuda"
     )
@@ -47,15 +48,23 @@ class Lars(torch.optim.Optimizer):
     g += wd w;  trust = eta |w| / |g| (1 where either is 0);  v = m v + lr trust g;  w -= v
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], momentum: float, trust_coefficient: float) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], momentum: float, trust_coefficient: float, *, by_triton: bool = False
+    ) -> None:
+        """by_triton: update by the kernels of `kernels.lars_triton`, which are CUDA's."""
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "trust_coefficient": trust_coefficient})
+        self._kernels: list[Any] = []  # of each group
+        if by_triton:
+            from kernels.lars_triton import GroupUpdate  # loads triton, which machines without a GPU may lack
+
+            self._kernels = [GroupUpdate() for _ in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update in place; gradients are overwritten. `self.found_inf` (float, 0-d, on the device), if set, turns it into
-        nothing: then all tensors of a group are updated together and nothing waits for the device."""
+        """One update in place; gradients may be overwritten. `self.found_inf` (float, 0-d, on the device), if set, turns it
+        into nothing: then all tensors of a group are updated together and nothing waits for the device."""
         found_inf = getattr(self, "found_inf", None)
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             weights = [p for p in group["params"] if p.grad is not None]
             if not weights:
                 continue
@@ -64,7 +73,18 @@ class Lars(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             buffers = [self.state[p]["momentum_buffer"] for p in weights]
             gradients = [p.grad for p in weights if p.grad is not None]
-            if found_inf is None:
+            if self._kernels:
+                self._kernels[number](
+                    weights,
+                    gradients,
+                    buffers,
+                    weights[0].new_zeros(()) if found_inf is None else found_inf,
+                    rate=group["lr"],
+                    momentum=group["momentum"],
+                    weight_decay=group["weight_decay"],
+                    trust_coefficient=group["trust_coefficient"] if group["adapt"] else None,
+                )
+            elif found_inf is None:
                 for w, g, v in zip(weights, gradients, buffers, strict=True):
                     _update_one(w, g, v, group)
             else:

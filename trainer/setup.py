@@ -181,11 +181,14 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
 
 
 def check_backend(config: Config, device: torch.device) -> None:
-    """Raise InputError if the whitening backend can't do on this device what the settings ask for."""
-    loss = config.loss
-    reason = why_not(loss.backend, device.type, config.model.embedding_size, loss.float64_factor)
-    if reason:
-        raise InputError(f"loss.backend {loss.backend} {reason}: set loss.backend to auto or torch")
+    """Raise InputError if the backend of whitening or optimizer can't do on this device what the settings ask for."""
+    loss, optimizer = config.loss, config.optimizer
+    for key, backend, reason in (
+        ("loss", loss.backend, why_not(loss.backend, device.type, config.model.embedding_size, loss.float64_factor)),
+        ("optimizer", optimizer.backend, why_not(optimizer.backend, device.type, size=1, in_float64=False)),
+    ):
+        if reason:
+            raise InputError(f"{key}.backend {backend} {reason}: set {key}.backend to auto or torch")
 
 
 def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None:

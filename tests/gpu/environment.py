@@ -1,46 +1,55 @@
-"""What this machine has: python -m tests.gpu.environment OUT.json [--tiny]
-
-The card, versions, tools, and which of this project's packages are missing: parts of run.sh that need those are skipped.
-"""
+"""What this machine has: python -m tests.gpu.environment OUT.json. The card, its driver, packages and tools."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
-from typing import Any
+from collections.abc import Iterator
+from importlib import metadata
 
 import torch
 
-from tests.gpu.packages import PACKAGES, is_there, version
-from tests.gpu.part import Part, begin, end
+from tests.gpu.__main__ import is_there
+from tests.gpu.part import Line, Part, main
 
-TOOLS = ("nvidia-smi", "compute-sanitizer", "nvcc", "ncu", "git", "g++")
+PACKAGES = {  # module -> distribution
+    "torch": "torch",
+    "torchvision": "torchvision",
+    "triton": "triton",
+    "timm": "timm",
+    "numpy": "numpy",
+    "PIL": "pillow",
+    "nvidia.dali": "nvidia-dali-cuda120",
+    "nvidia.nvimgcodec": "nvidia-nvimgcodec-cu12",
+    "jsonargparse": "jsonargparse",
+    "yaml": "pyyaml",
+    "rich": "rich",
+    "tensorboard": "tensorboard",
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
+}
 
 
-def find_tool(name: str) -> str | None:
-    """Its path, looked for where CUDA's toolkit is installed, too."""
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+def version(module: str) -> str | None:
+    """Of the distribution that has the module; "unknown" where the module lies there without one."""
+    try:
+        return metadata.version(PACKAGES[module]) if is_there(module) else None
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
-def card(device: torch.device) -> dict[str, Any]:
-    """Of a GPU: memory, multiprocessors, capability."""
-    if device.type != "cuda":
-        return {}
-    p = torch.cuda.get_device_properties(device)
-    return {"gib": p.total_memory / 2**30, "multiprocessors": p.multi_processor_count, "capability": [p.major, p.minor]}
-
-
-def run(part: Part) -> int:
-    """Look, say, write; the exit code of the part."""
-    there = {module: version(module) for module in PACKAGES if is_there(module)}
-    missing = [module for module in PACKAGES if module not in there]
-    tools = {name: find_tool(name) for name in TOOLS}
-    for name, found in {**there, **tools}.items():
-        print(f"{name:<18} {found or 'not there'}")
-    result = {**card(part.device), "packages": there, "missing": missing, "tools": tools}
-    return end(part, result, [], f"missing: {', '.join(missing) or 'nothing'}")
+def environment(part: Part) -> Iterator[Line]:
+    """A line of the card, one of packages, one of tools."""
+    if part.device.type == "cuda":
+        p = torch.cuda.get_device_properties(part.device)
+        figures = {"gib": p.total_memory / 2**30, "multiprocessors": p.multi_processor_count}
+        yield {"name": "card", "said": f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}", **figures}
+    packages = {module: version(module) for module in PACKAGES}
+    absent = [module for module, found in packages.items() if found is None]
+    yield {"name": "missing", "said": ", ".join(absent) or "nothing", "packages": packages}
+    tools = {name: shutil.which(name) for name in ("nvidia-smi", "nvcc", "ncu", "compute-sanitizer", "g++")}
+    yield {"name": "tools", "paths": tools, "cores": len(os.sched_getaffinity(0))}
 
 
 if __name__ == "__main__":
-    sys.exit(run(begin(__doc__)))
+    main(environment, __doc__)

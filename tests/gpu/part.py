@@ -1,59 +1,90 @@
-"""What the parts of run.sh share: their device, CUDA graphs, and how a part ends."""
+"""What the parts share: their device and how a line that is measured or checked reaches the disk."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
+from tests.gpu.__main__ import SKIPPED
 from trainer.bench.timing import Window, timed
 from trainer.machine import provenance
 
-SKIPPED = 77  # exit code that run.sh takes for "cannot run here"
+Line = dict[str, Any]
+"""What was found. name: of what; said: in words; problem: what is wrong, if anything is; all else: figures for JSON."""
 
 
 class Part(NamedTuple):
-    """Where the result goes, what is measured, and whether this is only the rehearsal."""
+    """What is measured, on what, and whether this is only the rehearsal."""
 
-    out: Path
+    words: list[str]
     device: torch.device
     tiny: bool
 
 
-def begin(description: str | None, words: Sequence[str] | None = None) -> Part:
-    """From the command line: OUT.json [--tiny]. Ends the program as skipped where there is no GPU and none is rehearsed."""
+def main(measure: Callable[[Part], Iterator[Line]], description: str | None) -> None:
+    """Run a part as a program: OUT.json [WORD...] [--tiny]."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--tiny", action="store_true", help="rehearse with tiny sizes; needs no GPU")
-    own = parser.parse_args(words)
+    own = parser.parse_args()
     if not own.tiny and not torch.cuda.is_available():
-        skip("needs a GPU; --tiny rehearses on a CPU")
-    return Part(own.out, torch.device("cuda" if torch.cuda.is_available() else "cpu"), own.tiny)
+        print("skipped: needs a GPU; --tiny rehearses on a CPU")
+        sys.exit(SKIPPED)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sys.exit(record(measure(Part(own.words, device, own.tiny)), own.out, device))
 
 
-def skip(reason: str) -> NoReturn:
-    """End the program as one that cannot run here."""
-    print(f"skipped: {reason}")
-    sys.exit(SKIPPED)
+def record(lines: Iterator[Line], out: Path, device: torch.device) -> int:
+    """Print each line and write all to `out` the moment they come, so that a part that is stopped loses none -> exit code."""
+    head, found = provenance(device), []
 
+    def note(line: Line) -> None:
+        found.append(line)
+        print(f"{line['name']:<40} {line.get('said', '')}  {line.get('problem', '')}".rstrip(), flush=True)
+        whole = out.with_suffix(".part")
+        whole.write_text(json.dumps({**head, "lines": found}, indent=1) + "\n")
+        whole.rename(out)
 
-def end(part: Part, result: dict[str, Any], problems: Sequence[str], summary: str) -> int:
-    """Write the result, say what went wrong, then one line for run.sh's table -> exit code."""
-    part.out.write_text(json.dumps({**provenance(part.device), **result, "problems": list(problems)}, indent=1) + "\n")
-    for problem in problems:
-        print(f"problem: {problem}")
-    print(f"{len(problems)} problem(s): {problems[0]}" if problems else summary)
+    try:
+        for line in lines:
+            note(line)
+    except Exception as error:  # of what the lines are held against, or of a GPU that a kernel left broken
+        note({"name": "what follows", "problem": in_words(error)})
+    problems = [f"{line['name']}: {line['problem']}" for line in found if line.get("problem")]
+    said = "; ".join(f"{line['name']} {line['said']}" for line in found if line.get("said"))
+    print(f"{len(problems)} problem(s): {problems[0]}; {said}" if problems else said or f"{len(found)} checks passed")
     return 1 if problems else 0
+
+
+def attempt(name: str, check: Callable[[], Line]) -> Line:
+    """A check's line; an error is a problem of this check alone."""
+    try:
+        return {"name": name, **check()}
+    except Exception as error:  # whatever it is, it is reported, and the others are still checked
+        return {"name": name, "problem": in_words(error)}
 
 
 def in_words(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def without_waiting(step: Callable[[], Any], device: torch.device) -> Any:
+    """Call it; torch raises RuntimeError where something waits for the device."""
+    if device.type != "cuda":
+        return step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -74,10 +105,3 @@ def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 def window_without_launches(step: Callable[[], Any], device: torch.device) -> Window:
     """Replays of `step` as a CUDA graph, so that launching it from Python is not in the time; on a CPU plain calls."""
     return timed(capture(step)[0].replay if device.type == "cuda" else step, device)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first row is the head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -1,7 +1,8 @@
 """Compile every Triton kernel for a GPU that need not be there: `compile_kernels.py CAPABILITY SIZE...`, JSON on stdout.
 
-For each kernel, as `kernels.whitening_triton` would launch it: registers a thread, bytes spilled, bytes of shared memory
-of a program, and whether any product is rounded to TF32 or bfloat16. Run in a process of its own, without TRITON_INTERPRET.
+For each kernel, as `kernels.whitening_triton` would launch it, and with the size 0 as `kernels.lars_triton` would:
+registers a thread, bytes spilled, bytes of shared memory of a program, widest load, and whether any product is rounded to
+TF32 or bfloat16. Run in a process of its own, without TRITON_INTERPRET.
 """
 
 import json
@@ -18,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import whitening_triton
+from kernels import lars_triton, whitening_triton
 
 
 def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
@@ -40,6 +41,9 @@ def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
         return build
 
     with mock.patch.object(triton.runtime.jit.JITFunction, "__getitem__", launch):
+        if size == 0:
+            lars_updates()
+            return built
         for eps in (0.0, 0.1):
             x = torch.empty(1, 2 * size, size)
             z, w, u, ok, _ = whitening_triton.forward(x, eps, False)
@@ -47,9 +51,18 @@ def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
     return built
 
 
+def lars_updates() -> None:
+    """Both groups' kernels, for tensors that 16 bytes divide and for others."""
+    for numel in (8, 7):
+        tensors = [[torch.empty(numel)] for _ in range(3)]
+        for trust in (1e-3, None):
+            settings = {"rate": 0.1, "momentum": 0.9, "weight_decay": 0.0, "trust_coefficient": trust}
+            lars_triton.GroupUpdate()(*tensors, torch.zeros(()), **settings)
+
+
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return {torch.float32: "*fp32", torch.uint8: "*u8"}[value.dtype]
+        return {torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -68,6 +81,7 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "registers": int(registers[1]),
         "spilled": int(spilled[1]),
         "shared": compiled.metadata.shared,
+        "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.", compiled.asm["ptx"])),
         "rounds_products": "tf32" in compiled.asm["ptx"] or "bf16" in compiled.asm["ptx"],
     }
 

@@ -80,7 +80,7 @@ def test_what_keeps_triton_from_running(monkeypatch):
     assert why_not("triton", "cuda", 512, in_float64=False) is None
     assert "at most 512 dimensions, not 513" in why_not("triton", "cuda", 513, in_float64=False)
     assert "float32 only" in why_not("triton", "cuda", 8, in_float64=True)
-    assert "x is on 'cpu'" in why_not("triton", "cpu", 8, in_float64=False)
+    assert "this is 'cpu'" in why_not("triton", "cpu", 8, in_float64=False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_not("triton", "cpu", 8, in_float64=False) is None
     monkeypatch.setattr(backends, "_has_triton", lambda: False)

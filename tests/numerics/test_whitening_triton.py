@@ -26,7 +26,7 @@ from tests.numerics.whitening_cases import (
 )
 from trainer.losses.wmse import wmse_loss
 
-pytest.importorskip("triton", reason="the Triton kernels need the package triton")
+whitening_triton = pytest.importorskip("kernels.whitening_triton", reason="the Triton kernels need the package triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy, of the NaN that tests make
 
 ON_GPU = torch.cuda.is_available()
@@ -273,6 +273,18 @@ def test_cuda_graphs_capture_it():
     graph.replay()
     for replayed, expected in zip(captured, both(), strict=True):
         assert torch.equal(replayed, expected)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 200])
+def test_the_factor_is_the_same_each_time(size):
+    """It hands rows on through global memory, where compute-sanitizer looks for no races."""
+    x = rows_of_condition(64, 2 * size, size, 1e3).float().to(DEVICE)
+    first = whitening_triton.forward(x, 0.1, False)
+    for _ in range(200):
+        for again, expected in zip(whitening_triton.forward(x, 0.1, False), first, strict=True):
+            assert torch.equal(again, expected)
 
 
 @needs_gpu

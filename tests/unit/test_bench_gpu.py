@@ -1,12 +1,15 @@
-"""The script for a GPU machine: its quickest parts are rehearsed, and what it would say of faults is seen here.
+"""The program for a GPU machine: its quickest parts are rehearsed, and what it would say of faults is seen here.
 
-Where a part needs CUDA, stand-ins show that its checks can fail; all parts: tests/gpu/run.sh OUT --tiny.
+Where a part needs CUDA, stand-ins show that its checks can fail; all parts: python -m tests.gpu OUT --tiny.
 """
 
+import ctypes
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,94 +21,114 @@ from torch.autograd import DeviceType
 
 from kernels.whitening import WhiteningStatus, whiten, whiten_with_status
 from tests.conftest import ROOT
-from tests.gpu import check_kernels, check_step, check_views, profile_loss, time_whitening
+from tests.gpu import __main__ as program
+from tests.gpu import check_kernels, check_step, check_views, part, time_images, time_step, time_whitening
 from tests.gpu.check_step import Variant
-from tests.gpu.part import Part
+from tests.gpu.part import Line
+from tests.gpu.part import Part as Words
 
 CPU = torch.device("cpu")
+TINY = Words([], CPU, tiny=True)
 VARIANT = {"torch": {"backend": "torch"}}
 
 
-def bash(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(["bash", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
-
-
-def table_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+def rows_of(table: str) -> dict[str, tuple[str, str]]:
     """Part -> its state and what it said."""
-    lines = [line for line in done.stdout.splitlines()[1:-1] if line]
-    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+    return {line[:12].strip(): (line[13:25].strip(), line[32:]) for line in table.splitlines()[1:]}
 
 
-def test_the_quickest_part_rehearsed_by_the_script(tmp_path: Path) -> None:
-    done = bash("tests/gpu/run.sh", str(tmp_path / "out"), "--tiny", "--only", "environment")
+def test_the_quickest_part_rehearsed_by_the_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu", str(tmp_path / "out"), "--tiny", "--only", "environment"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(table_of(done)) == {"environment"}
-    assert table_of(done)["environment"].startswith("ok ")
-    environment = json.loads((tmp_path / "out" / "environment.json").read_text())
-    assert environment["packages"]["torch"]
-    assert "torch" not in environment["missing"]
+    assert rows_of(done.stdout)["environment"][0] == "ok"
     assert (tmp_path / "out" / "table.txt").read_text() == done.stdout
-    assert json.loads((tmp_path / "out" / "results.json").read_text()) == {"environment": environment}
+    (found,) = json.loads((tmp_path / "out" / "results.json").read_text()).values()
+    assert found["state"] == "ok"
+    assert found["lines"][0]["packages"]["torch"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU run.sh itself is run")
-def test_two_more_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the program itself is run")
+def test_whitening_rehearsed() -> None:
     pytest.importorskip("triton")
-    out = tmp_path / "figures.json"
-    assert time_whitening.run(Part(out, CPU, tiny=True)) == 0
-    (result,) = json.loads(out.read_text())["results"]
-    assert set(result["figures"]) == {*time_whitening.VARIANTS, "loop"}
-    assert profile_loss.run(Part(out, CPU, tiny=True)) == 0
-    assert [found["backend"] for found in json.loads(out.read_text())["results"]] == ["triton", "torch"]
-    assert "aten::index_select" in capsys.readouterr().out
+    names = [line["name"] for line in time_whitening.time_whitening(TINY)]
+    assert names == [f"1 slices, {name}" for name in (*time_whitening.VARIANTS, "loop")]
 
 
-def test_a_part_that_fails_stops_no_other_and_is_told(tmp_path: Path) -> None:
-    script = f"""
-out={tmp_path} python=python3 only={{only}} end_seconds={{seconds}}
-source tests/gpu/parts.sh
-part bad 9 - sh -c 'echo why; echo {{{{}}}}; exit 3'
-part slow 1 - sleep 9
-part absent 9 torch,no_such_module,no.such.part false
-part elsewhere 9 - sh -c 'echo needs a GPU; exit 77'
-part good 9 json sh -c 'echo first; echo last'
-finish
-"""
-    done = bash("-c", script.format(only="", seconds=99))
-    assert done.returncode == 1
-    said = {name: " ".join(words.split()) for name, words in table_of(done).items()}
-    assert said["bad"].startswith("FAILED (3) ")
-    assert said["bad"].endswith("why")
-    assert said["slow"].startswith("OVER TIME 1 stopped after 1 s")
-    assert said["absent"].startswith("skipped 0 missing: ")
-    assert "no_such_module, no.such.part" in said["absent"]
-    assert said["elsewhere"].startswith("skipped ")
-    assert said["good"].startswith("ok ")
-    assert said["good"].endswith("last")
-    assert (tmp_path / "good.txt").read_text() == "first\nlast\n"
-    assert bash("-c", script.format(only="good,elsewhere", seconds=99)).returncode == 0
-    done = bash("-c", script.format(only="good,goood", seconds=99))
-    assert done.returncode == 1
-    assert "there is no such part; there are: bad slow" in table_of(done)["goood"]
-    done = bash("-c", script.format(only="good", seconds=3))
-    assert done.returncode == 1
-    assert table_of(done)["good"].startswith("NOT RUN")
+def python(name: str, program_text: str, seconds: int = 9, needs: str = "json") -> program.Part:
+    return program.Part(name, seconds, needs, ["-c", program_text])
 
 
-@pytest.mark.parametrize("words", [[], ["--only"], ["out", "more"], ["out", "--seconds", "x"], ["--tinny"]])
-def test_wrong_words_are_answered_with_the_usage(words: list[str], tmp_path: Path) -> None:
-    done = bash(str(ROOT / "tests/gpu/run.sh"), *words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "tests/gpu/run.sh OUT [--tiny]" in done.stderr
+def test_a_part_that_fails_stops_no_other_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = (
+        "import pathlib, subprocess, time\n"
+        f"child = subprocess.Popen(['sleep', '60']); pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
+        f"pathlib.Path({str(tmp_path / 'slow.json')!r}).write_text('{{\"lines\": [7]}}'); print('so far'); time.sleep(60)"
+    )
+    chosen = [
+        python("bad", "print('why'); raise SystemExit(3)"),
+        python("slow", slow, 5),
+        python("absent", "", needs="torch,no_such_module,no.such.part"),
+        python("elsewhere", "print('needs a GPU'); raise SystemExit(77)"),
+        python("good", "print('first'); print('last')"),
+    ]
+    assert program.run_all(chosen, tmp_path, 99) == 1
+    assert rows_of(capsys.readouterr().out) == {
+        "bad": ("FAILED (3)", "why"),
+        "slow": ("OVER TIME", "stopped after 5 s; so far"),
+        "absent": ("skipped", "missing: no_such_module, no.such.part"),
+        "elsewhere": ("skipped", "needs a GPU"),
+        "good": ("ok", "last"),
+    }
+    assert json.loads((tmp_path / "results.json").read_text())["slow"]["lines"] == [7]
+    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")  # of a process that the part started
+    time.sleep(0.1)
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert program.run_all(chosen[3:], tmp_path, 99) == 0
+    capsys.readouterr()
+    assert program.run_all(chosen[4:], tmp_path, 4) == 1
+    assert rows_of(capsys.readouterr().out) == {"good": ("NOT RUN", "no time is left")}
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--only"], ["out", "more"], ["out", "--seconds", "x"], ["out", "--only", "goood"]]
+)
+def test_wrong_words_are_answered_with_the_usage(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(program, "has_gpu", lambda: True)
+    with pytest.raises(SystemExit, match="2"):
+        program.main(words)
+    assert "python -m tests.gpu" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_at_once(tmp_path: Path) -> None:
-    done = bash("tests/gpu/run.sh", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert "--tiny rehearses on a CPU" in done.stderr
+
+
+def test_every_line_is_on_the_disk_before_the_next_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "figures.json"
+
+    def lines() -> Iterator[Line]:
+        yield {"name": "one", "said": "1 ms", "ms": 1}
+        assert json.loads(out.read_text())["lines"] == [{"name": "one", "said": "1 ms", "ms": 1}]
+        yield {"name": "two", "problem": "slow"}
+        raise RuntimeError("a broken GPU\nand more")
+
+    assert part.record(lines(), out, CPU) == 1
+    assert [line["name"] for line in json.loads(out.read_text())["lines"]] == ["one", "two", "what follows"]
+    assert capsys.readouterr().out.splitlines()[-1] == "2 problem(s): two: slow; one 1 ms"
+    assert part.record(iter([{"name": "one"}]), out, CPU) == 0
 
 
 def wrong_value(x: Tensor, **keywords: Any) -> Tensor:
@@ -141,9 +164,9 @@ def test_errors_of_value_and_gradient_are_noticed(
 ) -> None:
     monkeypatch.setattr(check_kernels, "VARIANTS", VARIANT)
     monkeypatch.setattr(check_kernels, "whiten", function)
-    lines = list(check_kernels.accuracy(CPU, [(2, 33, 16)], []))
-    assert len(lines) == 2
-    assert all(bool(line.problem) == bool(problem) and problem in line.problem for line in lines)
+    (line,) = check_kernels.accuracy(CPU, ((2, 33, 16), 1e2, 0.05))
+    assert ("problem" in line) == bool(problem)
+    assert problem in line.get("problem", "")
 
 
 def leaves_the_bad(x: Tensor, **keywords: Any) -> Tensor:
@@ -157,18 +180,18 @@ def harms_the_good(x: Tensor, **keywords: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (whiten, ""),
+        (whiten, None),
         (leaves_the_bad, "z of the bad slice is not 0"),
         (harms_the_good, "z of a good slice changed"),
     ],
 )
 def test_harm_of_failed_slices_is_noticed(
-    function: Callable[..., Tensor], problem: str, monkeypatch: pytest.MonkeyPatch
+    function: Callable[..., Tensor], problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_kernels, "VARIANTS", VARIANT)
     monkeypatch.setattr(check_kernels, "whiten", function)
-    (line,) = check_kernels.failed_slices(CPU, [(3, 19, 17)], [("nan", 0.0)])
-    assert line.problem == problem
+    (line,) = check_kernels.failed_slices(CPU, (3, 19, 17), "nan", 0.0)
+    assert line.get("problem") == problem
 
 
 def test_a_wrong_status_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +201,8 @@ def test_a_wrong_status_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(check_kernels, "VARIANTS", VARIANT)
     monkeypatch.setattr(check_kernels, "whiten_with_status", all_well)
-    (line,) = check_kernels.failed_slices(CPU, [(3, 19, 17)], [("nan", 0.0)])
-    assert line.problem.startswith("status says ok [True, True, True]")
+    (line,) = check_kernels.failed_slices(CPU, (3, 19, 17), "nan", 0.0)
+    assert line["problem"].startswith("status says ok [True, True, True]")
 
 
 @pytest.mark.parametrize("replays", [True, False])
@@ -195,81 +218,78 @@ def test_a_graph_that_does_not_follow_its_input_is_noticed(replays: bool, monkey
 
         return SimpleNamespace(replay=replay if replays else lambda: None), returned
 
-    def object_to_waiting(mode: str) -> None:
-        if mode == "error" and not replays:
+    def without_waiting(step: Callable[[], Any], _: torch.device) -> Any:
+        if not replays:
             raise RuntimeError("called a synchronizing CUDA operation")
+        return step()
 
     monkeypatch.setattr(check_kernels, "VARIANTS", VARIANT)
     monkeypatch.setattr(check_kernels, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", object_to_waiting)
+    monkeypatch.setattr(check_kernels, "without_waiting", without_waiting)
     waits, graph = check_kernels.waiting_and_graphs(CPU)
-    assert bool(graph.problem) != replays
-    assert waits.problem == ("" if replays else "RuntimeError: called a synchronizing CUDA operation")
+    assert ("problem" in graph) != replays
+    assert waits.get("problem") == (None if replays else "RuntimeError: called a synchronizing CUDA operation")
 
 
-def test_targets() -> None:
-    def figures(graph: float, loop: float) -> time_whitening.Figures:
-        return {
-            "torch": {"graph": {"median": 999.0}},
-            "triton": {"graph": {"median": graph}},
-            "loop": {"eager": {"median": loop}},
-        }
-
-    assert time_whitening.judge(4, figures(149, 3000)) == ("4 slices: triton 149 us, loop 20 times that", [])
-    slow, few_times = time_whitening.judge(64, figures(401, 7900))[1]
-    assert slow.endswith("the target is 400 us")
-    assert few_times.endswith("the target is 20 times")
+def test_targets_of_the_whitening() -> None:
+    good = time_whitening.judge(4, {"torch": 999.0, "triton": 149.0, "loop": 3000.0})
+    assert good["said"] == "best triton 149 us, 20 times the loop"
+    assert "problem" not in good
+    assert "400 us" in time_whitening.judge(64, {"triton": 401.0, "loop": 9000.0})["problem"]
+    assert "20 times" in time_whitening.judge(64, {"triton": 399.0, "loop": 7900.0})["problem"]
+    assert "problem" in time_whitening.judge(4, {"triton": 100.0})  # the loop failed
 
 
-def event(name: str, start: int, end: int, kind: DeviceType = DeviceType.CPU, annotation: bool = False) -> Any:
-    said = {"name": name, "start_ns": start, "end_ns": end, "duration_ns": end - start, "device_type": kind}
-    return SimpleNamespace(**{k: lambda v=v: v for k, v in {**said, "is_user_annotation": annotation}.items()})
+def event(name: str, start: int, end: int, kind: DeviceType = DeviceType.CUDA, annotation: bool = False) -> Any:
+    said = {"name": name, "duration_ns": end - start, "device_type": kind, "is_user_annotation": annotation}
+    return SimpleNamespace(**{k: lambda v=v: v for k, v in said.items()})
 
 
-EVENTS = [
-    event("cudaStreamSynchronize", 0, 9),  # before the step
-    event(profile_loss.MARK, 10, 100, annotation=True),
-    event("cudaLaunchKernel", 20, 21),
-    event("cudaMemcpyAsync", 30, 31),
-    event("factor", 40, 3040, DeviceType.CUDA),
-    event("apply", 50, 1050, DeviceType.CUDA),
-    event("apply", 60, 5060, DeviceType.CUDA),
-    event(profile_loss.MARK, 40, 5060, DeviceType.CUDA, annotation=True),
-    event("cudaDeviceSynchronize", 100, 200),  # after it
-]
-WAITS = event("cudaStreamSynchronize", 90, 95)
-
-
-def test_what_waits_inside_the_step_is_found_and_kernels_are_added_up() -> None:
-    assert profile_loss.waiting_calls(EVENTS) == []
-    assert profile_loss.waiting_calls([*EVENTS, WAITS, event("cudaMemcpy", 96, 97)]) == [WAITS.name(), "cudaMemcpy"]
-    assert profile_loss.kernel_times(EVENTS, DeviceType.CUDA) == [
-        {"name": "apply", "calls": 2, "microseconds": 6.0},
-        {"name": "factor", "calls": 1, "microseconds": 3.0},
+def test_kernels_of_profiled_steps_are_added_up() -> None:
+    events = [
+        event("cudaLaunchKernel", 0, 9_000_000, DeviceType.CPU),
+        event("factor", 0, 3_000_000),
+        event("apply", 0, 1_000_000),
+        event("apply", 0, 5_000_000),
+        event("forward", 0, 9_000_000, annotation=True),
+    ]
+    assert time_step.longest_kernels(events, DeviceType.CUDA) == [
+        {"name": "apply", "calls": 2 / 3, "ms": 2.0},
+        {"name": "factor", "calls": 1 / 3, "ms": 1.0},
     ]
 
 
-@pytest.mark.parametrize(
-    ("step_waits", "planted_is_seen", "problem"),
-    [(False, True, None), (True, True, "waits for the device"), (False, False, "is not noticed")],
-)
-def test_a_profile_proves_only_what_it_can_see(
-    step_waits: bool, planted_is_seen: bool, problem: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step() -> None: ...
+class Nvml:
+    """As much of NVIDIA's library as is called; busy half of the time."""
 
-    def seen(which: Callable[[], Any]) -> bool:
-        return step_waits if which is step else planted_is_seen
+    def __init__(self, code: int) -> None:
+        self.code = code
 
-    monkeypatch.setattr(profile_loss, "loss_step", lambda *_: step)
-    monkeypatch.setattr(profile_loss, "profile_of", lambda which, _: [*EVENTS, *([WAITS] if seen(which) else [])])
-    monkeypatch.setattr(profile_loss, "objection_of_torch", lambda which: "it waits" if seen(which) else None)
-    _, problems = profile_loss.examine(profile_loss.TINY_SHAPES[0], "triton", torch.device("cuda"))
-    assert [problem in said for said in problems] == ([True] if problem else [])
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
+        assert uuid == b"GPU-1-2"
+        return 0
+
+    def nvmlDeviceGetJpgUtilization(self, handle: Any, percent: Any, period: Any) -> int:  # noqa: N802
+        percent._obj.value = 50
+        return self.code
 
 
-def test_views_that_differ_and_batches_written_over_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's batches come before the CPU's: every second pair of calls is brighter here, and so is the delayed one."""
+@pytest.mark.parametrize(("code", "said"), [(0, "50 % busy"), (3, "not seen: NVML says (3,)")])
+def test_use_of_the_jpeg_engine(code: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_images, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(code))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
+    engine = time_images.JpegEngine(torch.device("cuda"))
+    engine.start()
+    time.sleep(0.2)
+    assert engine.stop()["said"] == said
+
+
+def test_views_that_differ_and_batches_written_over_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's batches come before the CPU's: every second pair of calls is brighter here, and so is the busy one."""
     pytest.importorskip("nvidia.dali")
     real, calls = check_views.batches, []
 
@@ -281,20 +301,18 @@ def test_views_that_differ_and_batches_written_over_are_told(tmp_path: Path, mon
     monkeypatch.setattr(check_views, "RECIPES", {"crop first, colour, blur": check_views.STRONG})
     monkeypatch.setattr(check_views, "STEPS", 2)
     monkeypatch.setattr(check_views, "batches", brighter)
-    out = tmp_path / "views.json"
-    assert check_views.run(Part(out, CPU, tiny=True)) == 1
-    *levels, written_over = json.loads(out.read_text())["problems"]
+    *levels, busy = check_views.check_views(TINY)
     assert levels
-    assert all("levels from the CPU's" in problem for problem in levels)
-    assert written_over == "step 0: the batch was written over before it was used"
+    assert all(line["problem"] == "too far from the CPU's" for line in levels)
+    assert busy["problem"] == "steps [0, 1] have other views than on an idle device"
 
 
 def test_a_step_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = check_step.build_step(check_step.TINY, Variant("fp32"), CPU)
-    loss = expected(check_step.pixels_of(0, 64, CPU), torch.arange(check_step.IMAGES)[None], 0.1).loss.item()
-    seen, problem = check_step.check(check_step.TINY, Variant("fp32"), CPU, loss)
-    assert not problem, seen
-    assert check_step.check(check_step.TINY, Variant("bf16"), CPU, loss + 0.2)[1] == "another loss than in float32"
+    one, two = (check_step.float32_loss(check_step.TINY, parts, CPU) for parts in (1, 2))
+    assert "problem" not in check_step.check(check_step.TINY, Variant("fp32", parts=2), CPU, two)
+    other = {"problem": "another loss than in float32"}
+    assert other.items() <= check_step.check(check_step.TINY, Variant("fp32", parts=2), CPU, one).items()
+    assert other.items() <= check_step.check(check_step.TINY, Variant("bf16"), CPU, one + 0.2).items()
     real = check_step.TrainStep.__call__
 
     def updates_all_the_same(step: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -304,4 +322,5 @@ def test_a_step_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyP
         return result
 
     monkeypatch.setattr(check_step.TrainStep, "__call__", updates_all_the_same)
-    assert check_step.check(check_step.TINY, Variant("fp32"), CPU, loss)[1] == "a failed step changed the weights"
+    line = check_step.check(check_step.TINY, Variant("fp32"), CPU, one)
+    assert line["problem"] == "a failed step changed the weights"

@@ -66,6 +66,9 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     assert "max_failed_steps is 5 with precision fp16" in problems(
         "precision: fp16\nloss: {max_failed_steps: 5}", tmp_path
     )
+    assert "optimizer.backend is triton with optimizer.name adam" in problems(
+        "optimizer: {name: adam, backend: triton}", tmp_path
+    )
     late = "views: {early_sides: [96], early_side_epochs: [9]}\noptimizer: {epochs: 9}"
     assert "early_side_epochs is [9]: the last must be below optimizer.epochs 9" in problems(late, tmp_path)
 

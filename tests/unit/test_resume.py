@@ -40,6 +40,7 @@ FREE = (
     "model.activation_memory_budget",
     "loss.max_failed_steps",
     "loss.backend",
+    "optimizer.backend",
 )
 
 

@@ -97,6 +97,11 @@ def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.Lo
             ["--loss.backend", "triton", "--loss.float64_factor", "true"],
             "loss.backend triton whitens in float32 only",
         ),
+        (
+            "0",
+            ["--optimizer.backend", "triton", "--optimizer.name", "lars"],
+            "optimizer.backend triton needs an NVIDIA GPU .*set optimizer.backend to auto or torch",
+        ),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_before_the_set_is_read(

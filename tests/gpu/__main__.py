@@ -1,0 +1,206 @@
+"""Check and measure this project on one GPU: python -m tests.gpu OUT [--tiny] [--only NAME,...] [--seconds S]
+
+OUT takes results.json (all figures, written after every part), table.txt, and of each part NAME.json and NAME.txt, what it
+said. Parts come in the order of their worth; what has no time left is not run, which counts as failed. A part whose packages
+are missing is skipped. Exit code: 0 where no part failed, 1 where one did, 2 for wrong words or no GPU.
+
+Needs torch, torchvision, timm, triton and numpy; what trains on images also DALI, and some parts what `wmse` itself needs.
+The parts without images take about 470 seconds on an H100: with DALI there give 900, or --only. WMSE_COMMIT names the commit
+of a copy without its history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SKIPPED = 77  # exit code of a part that can't run here
+PATIENCE = 3  # limits of a rehearsal are so many times as long: its machine is busy with other things
+MODEL, IMAGES = "torch,torchvision,timm,numpy", "torch,torchvision,timm,numpy,PIL,nvidia.dali"
+COMMAND = IMAGES + ",jsonargparse,yaml,rich"
+
+
+class Part(NamedTuple):
+    """A subprocess of its own."""
+
+    name: str
+    seconds: int
+    """It is stopped after so many; what it wrote by then counts."""
+    needs: str
+    """Modules, with commas."""
+    command: list[str]
+    """Of Python."""
+
+
+class Result(NamedTuple):
+    """A line of the table."""
+
+    part: str
+    state: str
+    seconds: int
+    said: str
+
+
+def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
+    """All of them, the most useful ones first."""
+
+    def own(name: str, seconds: int, needs: str, module: str, *words: str) -> Part:
+        command = ["-m", f"tests.gpu.{module}", str(out / f"{name}.json"), *words, *(["--tiny"] if tiny else [])]
+        return Part(name, seconds, needs, command)
+
+    pictures = str(work / "pictures")
+    run = ["-m", "trainer", "pretrain", "--config", "configs/imagenet_rn50_wmse4_100ep.yaml"]
+    run += ["--model.batch_norm_ranks", "local", "--log.tensorboard", "false", "--data.root", pictures]
+    run += ["--data.images_per_step", "8" if tiny else "256", "--max_steps", "5" if tiny else "200"]
+    run += ["--run_dir", str(work / "run")]
+    names = ("numerics/test_*_triton.py", "unit/test_saver.py", "unit/test_bench_cost.py", "data/test_gpu_*.py")
+    tests = [str(path) for name in names for path in sorted((ROOT / "tests").glob(name))]
+    if tiny:
+        run += ["--model.backbone", "test_resnet", "--model.embedding_size", "4", "--loss.slice_size", "8"]
+        run += ["--views.side", "32", "--views.test_resize", "32", "--data.threads", "1", "--device", "cpu"]
+        tests = ["tests/numerics/test_whitening_triton.py", "-k", "cannot_do"]
+    table = [
+        "benchmarks/whitening_backends.py",
+        "--seconds",
+        "0.1" if tiny else "30",
+        "--out",
+        str(out / "backends.json"),
+    ]
+    return [
+        own("environment", 30, "torch", "environment"),
+        own("compiled", 110, MODEL, "time_step", "compiled_bf16"),
+        own("budget", 110, MODEL, "time_step", "compiled_bf16_budget"),
+        own("whitening", 50, "torch,triton", "time_whitening"),
+        own("autotune", 120, MODEL, "time_step", "autotuned_bf16_budget"),
+        own("eager", 60, MODEL, "time_step", "eager_bf16", "eager_fp16"),
+        own("optimizers", 40, MODEL + ",triton", "time_optimizers"),
+        own("step", 120, MODEL, "check_step"),
+        own("kernels", 120, "torch,triton,numpy", "check_kernels"),
+        own("views", 60, IMAGES, "check_views"),
+        Part("pictures", 60, "PIL,numpy", ["-m", "tests.gpu.make_set", pictures, "48" if tiny else "2048"]),
+        own("loader", 60, IMAGES, "time_images", "loader", pictures),
+        own("end2end", 140, IMAGES, "time_images", "end2end", pictures),
+        Part("run", 140, COMMAND, run),
+        Part("pytest", 200, COMMAND + ",triton,pytest,hypothesis", ["-m", "pytest", *tests]),
+        Part("backends", 80, "torch,triton,rich", table + (["--slices", "1", "--sizes", "4"] if tiny else [])),
+    ]
+
+
+def has_gpu() -> bool:
+    """Whether torch can use one; without torch nobody knows."""
+    words = [sys.executable, "-c", "import torch; torch.cuda.init()"]
+    return not is_there("torch") or subprocess.call(words, stderr=subprocess.DEVNULL) == 0
+
+
+def missing(needs: str) -> list[str]:
+    """Those of the modules that are not here."""
+    return [module for module in needs.split(",") if not is_there(module)]
+
+
+def is_there(module: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
+
+
+def run_part(part: Part, out: Path, limit: float) -> Result:
+    """Wait for a part for `limit` seconds at most; what it says goes to OUT/NAME.txt."""
+    absent = missing(part.needs)
+    if absent:
+        return Result(part.name, "skipped", 0, f"missing: {', '.join(absent)}")
+    said, began = out / f"{part.name}.txt", time.monotonic()
+    with said.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *part.command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                process.wait()
+    seconds = round(time.monotonic() - began)
+    if code is None:
+        return Result(part.name, "OVER TIME", seconds, f"stopped after {limit:.0f} s; {last_line(said)}")
+    return Result(part.name, {0: "ok", SKIPPED: "skipped"}.get(code, f"FAILED ({code})"), seconds, last_line(said))
+
+
+def last_line(path: Path) -> str:
+    """The last that a part said."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def write(results: list[Result], out: Path) -> str:
+    """results.json and table.txt of what there is by now -> the table."""
+    found = {}
+    for result in results:
+        path = out / f"{result.part}.json"
+        figures = json.loads(path.read_text()) if path.exists() else {}
+        found[result.part] = {"state": result.state, "seconds": result.seconds, "said": result.said, **figures}
+    (out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    rows = [("part", "result", "s", "what it says"), *((r.part, r.state, str(r.seconds), r.said) for r in results)]
+    table = "".join(f"{part:<12} {state:<12} {seconds:>4}  {said}\n" for part, state, seconds, said in rows)
+    (out / "table.txt").write_text(table)
+    return table
+
+
+def run_all(chosen: list[Part], out: Path, seconds: float, patience: int = 1) -> int:
+    """Each part after the other -> the exit code. Nothing stops the parts that follow."""
+    results: list[Result] = []
+    end = time.monotonic() + seconds
+    for part in chosen:
+        limit = min(part.seconds * patience, end - time.monotonic())
+        print(f"{part.name} ...", file=sys.stderr, flush=True)
+        for old in (out / f"{part.name}.json", out / f"{part.name}.txt"):
+            old.unlink(missing_ok=True)
+        results.append(run_part(part, out, limit) if limit >= 5 else Result(part.name, "NOT RUN", 0, "no time is left"))
+        write(results, out)
+    print(write(results, out), end="")
+    return int(any(result.state not in ("ok", "skipped") for result in results))
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser("python -m tests.gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny sizes on the CPU, Triton interpreted")
+    parser.add_argument("--only", metavar="NAME,...", help="only these parts")
+    parser.add_argument("--seconds", type=float, default=470, help="in all; default 470")
+    own = parser.parse_args(words)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs, too
+    os.environ["PYTHONUNBUFFERED"] = "1"  # what a part said before it is stopped is kept
+    if own.tiny:
+        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    elif not has_gpu():
+        print("there is no GPU here; --tiny rehearses on a CPU", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as work:
+        out = own.out.resolve()
+        every = parts(out, Path(work), own.tiny)
+        names = own.only.split(",") if own.only else [part.name for part in every]
+        unknown = set(names) - {part.name for part in every}
+        if unknown:
+            parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in every)}")
+        out.mkdir(parents=True, exist_ok=True)
+        return run_all([part for part in every if part.name in names], out, own.seconds, PATIENCE if own.tiny else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

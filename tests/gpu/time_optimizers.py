@@ -1,0 +1,86 @@
+"""An update of the recipe's ResNet-50: python -m tests.gpu.time_optimizers OUT.json [--tiny]
+
+LARS by torch and by Triton, and whether they agree; torch's Adam and SGD beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.gpu.part import Line, Part, main, without_waiting
+from tests.gpu.time_step import RECIPE, TINY
+from trainer.bench.timing import spread, take_turns, timed
+from trainer.cluster.ranks import Ranks
+from trainer.config import OptimizerConfig
+from trainer.model import build_model
+from trainer.optimizer import build_optimizer, update
+
+OPTIMIZERS = {
+    "lars torch": OptimizerConfig(backend="torch"),
+    "lars triton": OptimizerConfig(backend="triton"),
+    "adam": OptimizerConfig(name="adam"),
+}
+TOLERANCE = 1e-4  # of an update's norm; sums of a million squares in another order differ by 1e-6 or so
+LARS_AIM_MS = 0.5
+
+
+def model_of(part: Part) -> nn.Module:
+    """Weights of the seed, and random gradients."""
+    model = build_model(TINY if part.tiny else RECIPE, Ranks()).to(part.device)
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p).copy_(1e-3 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def updates(part: Part, config: OptimizerConfig) -> list[torch.Tensor]:
+    """How far some steps move each weight."""
+    model = model_of(part)
+    optimizer = build_optimizer(model, config, part.device)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(1 if part.tiny else 3):
+        for p in model.parameters():  # some optimizers change their gradients
+            p.grad = 1e-3 * p.detach().sign() + 1e-4
+        update(optimizer, 1.0, torch.zeros((), dtype=torch.bool, device=part.device))
+    return [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+
+
+def agreement(part: Part) -> Line:
+    """Largest difference of a tensor's updates, of their norm."""
+    pairs = zip(*(updates(part, OPTIMIZERS[f"lars {name}"]) for name in ("torch", "triton")), strict=True)
+    worst = max(((a - b).norm() / a.norm()).item() for a, b in pairs)
+    line: Line = {"name": "lars agreement", "said": f"{worst:.1e}", "difference": worst}
+    if not worst <= TOLERANCE:
+        line["problem"] = f"triton's updates differ from torch's by more than {TOLERANCE:.0e}"
+    return line
+
+
+def time_optimizers(part: Part) -> Iterator[Line]:
+    """Agreement, then a line for each optimizer."""
+    yield agreement(part)
+    sound = torch.zeros((), dtype=torch.bool, device=part.device)
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, config in OPTIMIZERS.items():
+        if part.tiny and config.backend == "triton":  # seconds an update
+            continue
+        optimizer = build_optimizer(model_of(part), config, part.device)
+        steps[name] = lambda optimizer=optimizer: update(optimizer, 1e-9, sound)
+        steps[name]()  # compiles
+        without_waiting(steps[name], part.device)
+    for kind in ("foreach", "fused"):
+        steps[f"sgd {kind}"] = torch.optim.SGD(model_of(part).parameters(), 1e-9, momentum=0.9, **{kind: True}).step
+    windows = {name: timed(step, part.device) for name, step in steps.items()}
+    for name, us in take_turns(windows, 0.1 if part.tiny else 5.0).items():
+        figure = spread([each / 1e3 for each in us])
+        line: Line = {"name": name, "said": f"{figure['median']:.3f} ms", "milliseconds": figure}
+        if name == "lars triton" and part.device.type == "cuda" and figure["median"] > LARS_AIM_MS:
+            line["problem"] = f"the aim is {LARS_AIM_MS} ms"
+        yield line
+
+
+if __name__ == "__main__":
+    main(time_optimizers, __doc__)

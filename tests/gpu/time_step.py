@@ -1,0 +1,114 @@
+"""The training step alone: python -m tests.gpu.time_step OUT.json VARIANT... [--tiny]
+
+The ImageNet recipe's model on one rank, BatchNorm of its own rows, 256 images in 4 views of 224 px. Of each variant: seconds
+of the first steps, which compile; views a second and peak memory; the parts and the longest kernels of profiled steps.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+from tests.gpu.part import Line, Part, in_words, main
+from trainer.bench import compute
+from trainer.bench.phases import profile_steps
+from trainer.bench.synthetic import synthetic_run
+from trainer.cluster.ranks import Ranks
+from trainer.config import Config, DataConfig, LossConfig, ModelConfig, ViewsConfig
+
+RECIPE = Config(data=DataConfig(images_per_step=256))  # the defaults are the recipe's, but for its BatchNorm over ranks
+TINY = Config(
+    data=DataConfig(images_per_step=8, threads=1),
+    views=ViewsConfig(num_views=2, side=32, test_resize=32),
+    model=ModelConfig("test_resnet", projector_hidden=(16,), embedding_size=4),
+    loss=LossConfig(slice_size=8),
+    device="cpu",
+)
+BUDGET = {"activation_memory_budget": 0.9}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # -> settings, and those of the model
+    "compiled_bf16": ({"precision": "bf16", "compile": "true"}, {}),
+    "compiled_bf16_budget": ({"precision": "bf16", "compile": "true"}, BUDGET),
+    "autotuned_bf16_budget": ({"precision": "bf16", "compile": "true", "autotune": True}, BUDGET),
+    "eager_bf16": ({"precision": "bf16", "compile": "false"}, {}),
+    "eager_fp16": ({"precision": "fp16", "compile": "false"}, {}),
+}
+COMPILED_IN_REHEARSALS = "compiled_bf16_budget"  # of a CPU, for which one compilation takes long enough
+SECONDS = 8.0
+KERNELS = 25  # of the longest, that are listed
+
+
+def time_steps(part: Part) -> Iterator[Line]:
+    """The lines of the variants that the command names."""
+    for name in part.words:
+        yield from measure(name, part)
+        torch.cuda.empty_cache()
+
+
+def measure(name: str, part: Part) -> Iterator[Line]:
+    """Figures as they come."""
+    config = config_of(name, part.tiny)
+    settings = compute.sizes(config, part.device, Ranks())
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run = synthetic_run(config, Ranks(), part.device, Path(folder))
+            if run.step.loss_scale is not None:
+                run.step.loss_scale.scale.fill_(2.0**8)  # which a run finds by failing first
+            step = compute.FixedSteps(run)
+            began = time.perf_counter()
+            compute.warm_up(step)
+        except torch.OutOfMemoryError as error:  # the next variant may need less
+            yield {"name": name, "problem": in_words(error), **settings}
+            return
+    first = time.perf_counter() - began
+    yield {
+        "name": f"{name} first",
+        "said": f"{first:.1f} s for {compute.WARMUP_STEPS} steps",
+        "seconds": first,
+        **settings,
+    }
+    step.take_failed()
+    figures = compute.step_figures(compute.step_times(step, 0.1 if part.tiny else SECONDS), run)
+    memory = compute.peak_memory(run.device)
+    failed = step.take_failed()
+    said = f"{figures['views_per_s']:,.0f} views/s, {figures['step_ms']['median']:.1f} ms"
+    said += f", peak {memory['peak_bytes'] / 2**30:.1f} GiB" if memory else ""
+    problem = {"problem": f"{failed} steps failed: their time is without the update"} if failed else {}
+    yield {"name": name, "said": said, **figures, **memory, **problem}
+    events = profile_steps(step, compute.PROFILED_STEPS, run.device)
+    phases = compute.phase_figures(events, compute.PROFILED_STEPS, run.device)
+    kernels = longest_kernels(events, DeviceType.CUDA if run.device.type == "cuda" else DeviceType.CPU)
+    yield {"name": f"{name} profile", "phases": phases, "kernels": kernels}
+
+
+def config_of(name: str, tiny: bool) -> Config:
+    """The variant's settings on top of the recipe's, or of the rehearsal's."""
+    settings, model = VARIANTS[name]
+    if tiny:
+        compiled = name == COMPILED_IN_REHEARSALS
+        settings = {**settings, "compile": "true" if compiled else "false", "autotune": False}
+        settings |= {"precision": "fp32"} if compiled else {}  # fewer kernels
+    config = TINY if tiny else RECIPE
+    return replace(config, model=replace(config.model, **model), **settings)
+
+
+def longest_kernels(events: list[Any], where: DeviceType) -> list[dict[str, Any]]:
+    """-> name, calls and milliseconds, of a profiled step, of what took longest on a device (on a CPU: of operators, with what
+    they call)."""
+    times: dict[str, list[float]] = {}
+    for event in events:
+        if event.device_type() == where and not event.is_user_annotation():
+            times.setdefault(event.name()[:120], []).append(event.duration_ns() / 1e6)
+    steps = compute.PROFILED_STEPS
+    kernels = [{"name": name, "calls": len(ms) / steps, "ms": sum(ms) / steps} for name, ms in times.items()]
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:KERNELS]
+
+
+if __name__ == "__main__":
+    main(time_steps, __doc__)

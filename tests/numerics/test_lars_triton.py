@@ -1,0 +1,179 @@
+"""LARS by Triton kernels against the update tensor by tensor: interpreted on a CPU, as compiled on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import ROOT
+from trainer.optimizer import Lars, parameter_groups, update
+
+lars_triton = pytest.importorskip("kernels.lars_triton", reason="the Triton kernels need the package triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy, of the NaN that tests make
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+RATES = (0.5, 2.0, 0.1)
+# one element, part of a chunk, several chunks and cut ones, kernels of convolutions, vectors without adaptation
+SHAPES = [(1, 1), (3, 1), (lars_triton.CHUNK + 1, 1), (5, 4096), (8, 3, 3, 3), (6, 4, 1, 1), (7,), (64,)]
+ALIGNED_SHAPES = [(4, 1), (8, 2), (lars_triton.CHUNK + 4, 1), (5, 4096), (8, 3, 3, 3), (64,)]  # loaded four at once
+
+
+class Tensors(nn.Module):
+    """Weights of all shapes, of which the second is zero; channels_last where there are channels."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(shape, generator=generator) for shape in shapes]
+        weights[1].zero_()
+        self.weights = nn.ParameterList(weights).to(DEVICE).to(memory_format=torch.channels_last)
+
+
+def optimizer_of(model: nn.Module, *, by_triton: bool, weight_decay: float = 1e-2) -> Lars:
+    return Lars(parameter_groups(model, weight_decay), 0.9, 1e-3, by_triton=by_triton)
+
+
+def set_gradients(model: nn.Module, step: int, *, like_weights: bool = True) -> None:
+    """New tensors each time; like_weights: of the weights' strides, as torch's backward leaves them."""
+    generator = torch.Generator().manual_seed(step)
+    for number, p in enumerate(model.parameters()):
+        g = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        g.mul_(number != 3)  # a gradient of zero
+        p.grad = torch.empty_like(p).copy_(g) if like_weights else g
+
+
+def tensors_of(optimizer: Lars) -> list[Tensor]:
+    """Weights and momentum."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    return [x for p in weights for x in (p.detach(), optimizer.state[p]["momentum_buffer"])]
+
+
+def bit(value: bool) -> Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "like_weights", "weight_decay", "dtype"),
+    [
+        (SHAPES, True, 1e-2, torch.float64),
+        (SHAPES, True, 0.0, torch.float32),
+        (SHAPES, False, 1e-2, torch.float64),
+        (ALIGNED_SHAPES, True, 1e-2, torch.float64),
+    ],
+)
+def test_steps_are_those_tensor_by_tensor(
+    shapes: list[tuple[int, ...]], like_weights: bool, weight_decay: float, dtype: torch.dtype
+) -> None:
+    """Gradients lie elsewhere in each step; those of convolutions are channels_last like the weights, or not."""
+    ours, plain = Tensors(shapes), Tensors(shapes).to("cpu", dtype)
+    fast = optimizer_of(ours, by_triton=True, weight_decay=weight_decay)
+    slow = optimizer_of(plain, by_triton=False, weight_decay=weight_decay)
+    kept = []
+    for step, rate in enumerate(RATES):
+        for model, optimizer in ((ours, fast), (plain, slow)):
+            set_gradients(model, step, like_weights=like_weights)
+            kept.append([p.grad for p in model.parameters()])  # so that no address comes back
+            update(optimizer, rate, torch.tensor(False, device=next(model.parameters()).device))
+    for actual, expected in zip(tensors_of(fast), tensors_of(slow), strict=True):
+        assert not expected.isnan().any()
+        torch.testing.assert_close(actual.cpu().double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+def test_a_failed_step_changes_no_bit_and_the_next_one_counts(value: float) -> None:
+    model, unbroken = Tensors(SHAPES), Tensors(SHAPES)
+    optimizer, other = optimizer_of(model, by_triton=True), optimizer_of(unbroken, by_triton=True)
+    for step, rate in enumerate(RATES):
+        for m, o in ((model, optimizer), (unbroken, other)):
+            set_gradients(m, step)
+            update(o, rate, bit(False))
+        before = [x.clone() for x in tensors_of(optimizer)]
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer.found_inf = bit(True).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(optimizer), before, strict=True))
+        optimizer.found_inf.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(optimizer), tensors_of(other), strict=True))
+
+
+def test_other_weights_and_a_loaded_state_are_found() -> None:
+    """A parameter without a gradient is left out; moments of a checkpoint lie elsewhere."""
+    ours, plain = Tensors(SHAPES), Tensors(SHAPES)
+    fast, slow = optimizer_of(ours, by_triton=True), optimizer_of(plain, by_triton=False)
+    for step, left_out in enumerate((None, 2, None)):
+        for model, optimizer in ((ours, fast), (plain, slow)):
+            set_gradients(model, step)
+            if left_out is not None:
+                list(model.parameters())[left_out].grad = None
+            optimizer.load_state_dict(optimizer.state_dict())
+            update(optimizer, 0.5, bit(False))
+    for actual, expected in zip(tensors_of(fast), tensors_of(slow), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_of_more_chunks_than_are_added_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lars_triton, "CHUNK", 64)
+    monkeypatch.setattr(lars_triton, "BLOCK", 32)
+    shapes = [(5, 4096), (3, 1)]
+    ours, plain = Tensors(shapes), Tensors(shapes)
+    for model, by_triton in ((ours, True), (plain, False)):
+        with torch.no_grad():
+            model.weights[0][4:] *= 10  # the norm lies in the last chunks
+        set_gradients(model, 0)
+        update(optimizer_of(model, by_triton=by_triton), 5.0, bit(False))
+    for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_16_bytes_do_not_divide() -> None:
+    """As DDP's views of a bucket may lie."""
+    shapes = [(4, 4), (8, 2)]
+    ours, plain = Tensors(shapes), Tensors(shapes)
+    for model, by_triton in ((ours, True), (plain, False)):
+        bucket = torch.arange(33, dtype=torch.float32, device=DEVICE)
+        for number, p in enumerate(model.parameters()):
+            p.grad = bucket[1 + 16 * number : 17 + 16 * number].view(p.shape)
+        update(optimizer_of(model, by_triton=by_triton), 0.5, bit(False))
+    for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton's own assembler is there on Linux only")
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_kernels_compile_without_spilling_and_load_four_elements_at_once(capability: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.numerics.compile_kernels", capability, "0"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    assert [kernel["kernel"] for kernel in kernels] == ["squares", "update", "update"] * 2
+    for kernel in kernels:
+        assert kernel["spilled"] == 0
+        assert kernel["registers"] <= 80  # six programs of 128 threads, of 2,048 that a multiprocessor holds at most
+        assert (kernel["wide_loads"] > 0) == kernel["ALIGNED"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: kernels are interpreted here")
+@pytest.mark.parametrize("shapes", [SHAPES, ALIGNED_SHAPES])
+def test_a_gpu_computes_what_foreach_does_and_waits_for_nothing(shapes: list[tuple[int, ...]]) -> None:
+    ours, plain = Tensors(shapes), Tensors(shapes)
+    fast, slow = optimizer_of(ours, by_triton=True), optimizer_of(plain, by_triton=False)
+    for step, rate in enumerate(RATES):
+        set_gradients(ours, step)
+        set_gradients(plain, step)
+        failed = bit(step == 1)
+        update(slow, rate, failed)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step compiles
+        try:
+            update(fast, rate, failed)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for actual, expected in zip(tensors_of(fast), tensors_of(slow), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
