@@ -87,10 +87,11 @@ class Peers:
     def wait_until_heard(self) -> None:
         """Wait some seconds for the other ranks to look, on the rank that keeps the store: it goes with the process."""
         deadline = time.monotonic() + 2 * _LOOK_SECONDS
-        while self._told and self._ranks.is_first and time.monotonic() < deadline:
-            if self._store is None or self._store.add(_READERS_KEY, 0) >= self._ranks.world_size - 1:
-                return
-            time.sleep(0.05)
+        with suppress(RuntimeError):  # the store is torchrun's, and gone
+            while self._told and self._ranks.is_first and time.monotonic() < deadline:
+                if self._store is None or self._store.add(_READERS_KEY, 0) >= self._ranks.world_size - 1:
+                    return
+                time.sleep(0.05)
 
     def look(self) -> None:
         """Set `heard` if another rank has told a failure."""
