@@ -49,15 +49,11 @@ def describe_run(run: Run) -> None:
 def setting_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
     """Describe the settings that have no effect in this run, or make it slow."""
     lines = []
-    if (
-        config.model.batch_norm_ranks == "all"
-        and world_size > 1
-        and device.type == "cuda"
-        and config.compile == "false"
-    ):
+    on_gpu = device.type == "cuda"
+    if on_gpu and world_size > 1 and config.model.batch_norm_ranks == "all" and not compiles(config, device):
         lines.append(
-            "compile false with model.batch_norm_ranks all: BatchNorm then runs as separate operations, which take about twice "
-            "the time and half as much memory again; set compile to auto"
+            "compile false with model.batch_norm_ranks all: BatchNorm then runs as separate operations, which keep about half "
+            "as much memory again and take more time; set compile to auto"
         )
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")

@@ -40,7 +40,7 @@ def test_parts_and_early_sides_are_said(tiny_config: Path) -> None:
     assert "views: " not in plain
 
 
-def test_settings_setting_warnings_are_said(tiny_config: Path) -> None:
+def test_settings_without_effect_are_said(tiny_config: Path) -> None:
     words = ["--gradient_compression", "bf16", "--compile", "true", "--cuda_graphs", "true"]
     config, cpu = load_config(tiny_config, words), torch.device("cpu")
     assert [line.split()[0] for line in setting_warnings(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
