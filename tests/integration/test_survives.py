@@ -146,7 +146,8 @@ def test_a_rank_that_is_killed_ends_the_job(two_ranks: Callable[..., list[Starte
 def test_rank_0_that_is_killed_leaves_a_state_that_says_so(command: Callable[..., Words], tmp_path: Path) -> None:
     processes = start(command(), tmp_path, Faults(on_rank=0, kill_at_step=3), ranks=2)
     assert finish(processes) == [-signal.SIGKILL, 1]
-    assert state(tmp_path / "run") == ("failed", 1, 2)
+    saved = saved_steps(tmp_path / "run")  # the second step's may have been under way
+    assert state(tmp_path / "run") == ("failed", 1, saved[-1] if saved else 0)
 
 
 def test_a_rank_that_is_frozen_ends_the_job_within_the_time_out(two_ranks: Callable[..., list[Started]]) -> None:

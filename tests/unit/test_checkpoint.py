@@ -353,3 +353,9 @@ def test_an_encoder_of_other_sizes_is_refused(tmp_path: Path) -> None:
     assert torch.equal(same["projector"].weight, projector)
     with pytest.raises(InputError, match=r"2 tensors differ, first encoder\.bias, encoder\.weight"):
         load_encoder(other, path)
+
+
+def test_an_older_checkpoint_that_counts_batches_is_read_without_the_counts(tmp_path: Path) -> None:
+    model = {"encoder.bn.running_mean": torch.zeros(2), "encoder.bn.num_batches_tracked": torch.tensor(7)}
+    path = save_checkpoint(tmp_path, {"step": 1, "model": model, "optimizer": {}}, keep_last=1)
+    assert list(load_checkpoint(path)["model"]) == ["encoder.bn.running_mean"]
