@@ -52,7 +52,7 @@ def test_the_quickest_part_rehearsed_by_the_program(tmp_path: Path) -> None:
 def test_whitening_rehearsed() -> None:
     pytest.importorskip("triton")
     names = [line["name"] for line in time_whitening.time_whitening(TINY)]
-    assert names == [f"1 slices, {name}" for name in (*time_whitening.VARIANTS, "loop")]
+    assert names == [f"1 slices, {name}" for name in ("torch", "triton", "loop")]
 
 
 def python(name: str, program_text: str, seconds: int = 9, needs: str = "json") -> program.Part:
@@ -298,7 +298,6 @@ def test_views_that_differ_and_batches_written_over_are_told(monkeypatch: pytest
         wrong = (len(calls) % 2 == 0 and not calls[-1]) or calls[-1].get("busy")
         return [(views + 9 if wrong else views, ids) for views, ids in real(*arguments)]
 
-    monkeypatch.setattr(check_views, "RECIPES", {"crop first, colour, blur": check_views.STRONG})
     monkeypatch.setattr(check_views, "STEPS", 2)
     monkeypatch.setattr(check_views, "batches", brighter)
     *levels, busy = check_views.check_views(TINY)
