@@ -5,8 +5,8 @@ said. Parts come in the order of their worth; what has no time left is not run, 
 are missing is skipped. Exit code: 0 where no part failed, 1 where one did, 2 for wrong words or no GPU.
 
 Needs torch, torchvision, timm, triton and numpy; what trains on images also DALI, and some parts what `wmse` itself needs.
-The parts without images are to fit into 475 seconds on an H100: with DALI there give 900, or --only. WMSE_COMMIT names the commit
-of a copy without its history.
+The parts without images are to fit into 475 seconds on an H100: with DALI there give 900, or --only. WMSE_COMMIT names the
+commit of a copy without its history.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_a_part_that_fails_stops_no_other_and_is_told(tmp_path: Path, capsys: py
         python("slow", slow, 5),
         python("absent", "", needs="torch,no_such_module,no.such.part"),
         python("elsewhere", "print('needs a GPU'); raise SystemExit(77)"),
-        python("good", "print('first'); print('last')"),
+        python("good", f"import json; print('first'); print(*json.load(open({str(tmp_path / 'results.json')!r})))"),
     ]
     assert program.run_all(chosen, tmp_path, 99) == 1
     assert rows_of(capsys.readouterr().out) == {
@@ -78,7 +78,7 @@ def test_a_part_that_fails_stops_no_other_and_is_told(tmp_path: Path, capsys: py
         "slow": ("OVER TIME", "stopped after 5 s; so far"),
         "absent": ("skipped", "missing: no_such_module, no.such.part"),
         "elsewhere": ("skipped", "needs a GPU"),
-        "good": ("ok", "last"),
+        "good": ("ok", "bad slow absent elsewhere"),  # what results.json has by then
     }
     assert json.loads((tmp_path / "results.json").read_text())["slow"]["lines"] == [7]
     state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")  # of a process that the part started
