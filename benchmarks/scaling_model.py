@@ -31,8 +31,8 @@ class Inputs:
     views_per_s: float = 4450.0
     fixed_ms: float = 0.8
     activation_gb: float = 60.0
-    view_mb: float = 43.7
-    view_mb_with_budget: float = 24.4
+    view_mb: float = 40.7
+    view_mb_with_budget: float = 22.8
     budget_percent: float = 10.0
     backward_share: float = 2 / 3
     parameters: float = 32.17e6
@@ -54,7 +54,7 @@ SOURCES = {
     "views_per_s": "published: NVIDIA's PyTorch ResNet-50 on an A100, 2,470 images/s, times 1.8 for an H100",
     "fixed_ms": "estimate: LARS 0.4 ms, loss of 4 slices 0.15 ms (targets), the rest clearing and agreeing",
     "activation_gb": "assumption: of 80 GB, what weights, moments, workspaces, DALI and the allocator's gaps leave",
-    "view_mb": "counted: kept for backward a view, compiled, bf16, BatchNorm over all ranks (66.0 eager)",
+    "view_mb": "counted: kept for backward a view, compiled, bf16, BatchNorm over all ranks (66.1 eager)",
     "view_mb_with_budget": "counted: the same with model.activation_memory_budget 0.9",
     "budget_percent": "estimate: its cost, the traffic of making BatchNorm and ReLU again in backward",
     "backward_share": "counted: two of three products are backward's",

@@ -2,10 +2,10 @@
 
     (w, g) --squares--> sums of w^2 and (g + wd w)^2 of each chunk --update--> v, w
 
-Seven passes over the group's memory, where tensor after tensor, operation after operation it would be 19. A chunk is CHUNK
-consecutive elements of one tensor; each program takes one. The kernels find the tensors through a table of addresses, which
-goes to the device only where it has changed. Nothing waits for the device, and there are no atomic sums: the same gradients
-give the same bits.
+They pass over the group's memory seven times, where torch's operations, tensor by tensor, pass over it 19 times. A chunk is
+CHUNK consecutive elements of one tensor; each program takes one. The kernels find the tensors through a table of addresses,
+which goes to the device only where it has changed. Nothing waits for the device, and there are no atomic sums: the same
+gradients give the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 8192  # the largest kernel of a ResNet-50 has 512 of them, whose sums every program of it adds up
+# the recipe's largest weight, the projector's 2048 x 2048, has 512 of them; each of its programs adds up their sums
+CHUNK = 8192
 BLOCK = 2048  # elements that a program holds at a time: 16 a thread
 
 
@@ -47,7 +48,8 @@ def squares(
     """sums (2, num_chunks): of w^2 and of (g + weight_decay w)^2 in each chunk. Grid: (num_chunks,).
 
     places: addresses of num_tensors weights, then of as many gradients and buffers. sizes: elements of each tensor.
-    first: number of each tensor's first chunk, and that behind the last tensor's. owner: tensor of each chunk.
+    first: number of each tensor's first chunk; one entry more, the number of chunks, ends the list. owner: tensor of each
+    chunk.
     """
     chunk = tl.program_id(0)
     t = tl.load(owner + chunk)
@@ -159,7 +161,11 @@ class GroupUpdate:
             self._first = _on_device([0, *itertools.accumulate(counts)], torch.int32, device)
             self._owner = _on_device(owner, torch.int32, device)
             self._sums = torch.empty(2, len(owner), device=device)
-        assert all(same_layout(v, w) and w.dtype == torch.float32 for v, w in zip(buffers, weights, strict=True))
+        for w, g, v in zip(weights, gradients, buffers, strict=True):
+            if not same_layout(v, w) or {w.dtype, g.dtype, v.dtype} != {torch.float32}:
+                raise ValueError(
+                    "the kernels of lars need float32, and momentum in the layout of its weight: use optimizer.backend torch"
+                )
         self._addresses, self._places = addresses, _on_device(addresses, torch.int64, device)
         self._aligned = all(a % 16 == 0 for a in addresses) and all(n % 4 == 0 for n in numels)
 

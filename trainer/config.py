@@ -132,7 +132,8 @@ class ModelConfig:
     """Compute the encoder's blocks again in backward instead of keeping their activations: less memory, more time."""
     activation_memory_budget: float = 1.0
     """With compile: how much memory the activations kept for backward may take, as a share of what the compiler would keep,
-    0..1. 0.9 keeps half for ResNet-50, since BatchNorm and ReLU are then computed again, and no convolution is. 1: no limit."""
+    0..1; 1: no limit. With 0.9 a ResNet-50 keeps half, because BatchNorm and ReLU, but no convolution, are computed again in
+    backward."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,8 @@ class Config:
     max_idle_restarts: int = 3
     """A requeued job fails if this many starts before it, in a row, made no new checkpoint: another start would not either."""
     timeout_minutes: float = 10.0
-    """A run that waits for this long ends: for another rank (four fifths of it) or for files. A long step is no wait."""
+    """A run that waits for this long ends: for files, or for another rank (four fifths of it). Over NCCL, where a wait can't be
+    told from a long step, a step that takes 1.1 times as long ends the run, too; steps that compile have 30 minutes more."""
     data: DataConfig = field(default_factory=DataConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -35,7 +35,7 @@ def describe_run(run: Run) -> None:
     _log.info("encoder and projector in %s%s, whitening and loss in float32", precision, scaled)
     threads = run.config.data.threads or own_cores()
     for line in [
-        *without_effect(run.config, run.ranks.world_size, run.device),
+        *setting_warnings(run.config, run.ranks.world_size, run.device),
         *plan_warnings(run.config, len(run.index)),
         *launch_warnings(run.ranks),
         *(core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda") if run.ranks.is_first else []),
@@ -46,9 +46,15 @@ def describe_run(run: Run) -> None:
         _log.info(line)
 
 
-def without_effect(config: Config, world_size: int, device: torch.device) -> list[str]:
-    """Describe the settings that have no effect in this run."""
+def setting_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
+    """Describe the settings that have no effect in this run, or make it slow."""
     lines = []
+    on_gpu = device.type == "cuda"
+    if on_gpu and world_size > 1 and config.model.batch_norm_ranks == "all" and not compiles(config, device):
+        lines.append(
+            "compile false with model.batch_norm_ranks all: BatchNorm then runs as separate operations, which keep about half "
+            "as much memory again and take more time; set compile to auto"
+        )
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
     lines += [

@@ -27,12 +27,12 @@ from trainer.device import compiles
 from trainer.errors import InputError, exit_code_of
 
 T = TypeVar("T")
-_WAIT_SHARE = 0.8  # of timeout_minutes, that a rank waits for another
-_COMPILE_MINUTES = (
-    30.0  # autotuning a ResNet-50 takes up to 10; another rank may take longer, or find its kernels cached
-)
-
-
+# shares of timeout_minutes, after which a rank that waits for files is ended: so it is this rank that the others hear of
+_WAIT_SHARE = 0.8  # for another rank at the start, and in gloo's collectives
+_STEP_SHARE = 1.1  # a step over NCCL
+_NCCL_SHARE = 1.5
+# autotuning a ResNet-50 takes up to 10; another rank may take longer, or find its kernels cached
+_COMPILE_MINUTES = 30.0
 _peers = Peers()  # of this process, as torch's own group is
 
 
@@ -70,26 +70,26 @@ def process_group(
     left = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=1))
     own_gpu = {"gpu": str(torch.cuda.get_device_properties(device).uuid)} if on_gpu else {}
     compare_ranks(store, ranks, {**(facts or {}), "device": device.type, **own_gpu}, left, first)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=collective_timeout(config, device),
-        device_id=device if on_gpu else None,
-    )
     _peers = Peers(store, ranks)
     try:
         with _peers.watched(before_exit):
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=store,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                timeout=collective_timeout(config, device),
+                device_id=device if on_gpu else None,
+            )
             yield
     except BaseException as error:
         _peers.tell(error)
         _peers.wait_until_heard()
         cause = _peers.cause_of(error)
         if on_gpu:
-            # NCCL's clean-up, by destroy_process_group or at Python's end, waits for ranks that stand in a collective
+            # NCCL's clean-up, by destroy_process_group or at Python's end, waits for ranks that hang in a collective
             atexit.register(_exit_at_once, exit_code_of(cause))
-        else:
+        elif dist.is_initialized():
             dist.destroy_process_group()
         if cause is not error:
             raise cause from error
@@ -100,7 +100,8 @@ def process_group(
 
 
 def _exit_at_once(code: int) -> None:
-    """End the process as the last thing that Python does before it destroys objects."""
+    """End the process at Python's exit, before NCCL's clean-up. Handlers registered earlier do not run, so output is flushed
+    here."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -132,22 +133,21 @@ def make_batch_norm_group(config: Config, ranks: Ranks, device: torch.device) ->
 
 
 def collective_timeout(config: Config, device: torch.device) -> timedelta:
-    """Return the time after which a collective fails. gloo: shorter than timeout_minutes, so that a rank that waits for another
-    says so before the watchdog ends it.
+    """Return the time after which a collective fails.
 
-    NCCL ends the process without a word, so its time-out comes after the watchdog's (`step_seconds`), which knows the steps
-    that compile."""
-    minutes = config.timeout_minutes if device.type == "cuda" else _WAIT_SHARE * config.timeout_minutes
-    return timedelta(minutes=minutes + (_COMPILE_MINUTES if compiles(config, device) else 0.0))
+    gloo's is shorter than timeout_minutes where nothing compiles, so that a rank that waits for another says so before the
+    watchdog ends it. NCCL ends the process without a word, so its time-out comes after the watchdog's (`step_seconds`)."""
+    share = _NCCL_SHARE if device.type == "cuda" else _WAIT_SHARE
+    return timedelta(minutes=share * config.timeout_minutes + (_COMPILE_MINUTES if compiles(config, device) else 0.0))
 
 
 def step_seconds(config: Config, ranks: Ranks, device: torch.device, *, may_compile: bool) -> float | None:
-    """Return the time after which a step that stands is ended by the watchdog; None where nothing but gloo waits in it, whose
-    collectives fail by themselves, or this rank is alone."""
+    """Return how long a step may hang before the watchdog ends the process. None if this rank is alone, or over gloo, whose
+    collectives fail by themselves."""
     if ranks.world_size == 1 or device.type != "cuda":
         return None
     extra = _COMPILE_MINUTES if may_compile and compiles(config, device) else 0.0
-    return 60 * (_WAIT_SHARE * config.timeout_minutes + extra)
+    return 60 * (_STEP_SHARE * config.timeout_minutes + extra)
 
 
 def wrap_model(

@@ -218,14 +218,16 @@ def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
         longest = [f"{name} for {seconds:.0f} s" for name, seconds in loader.waiting_for()[:3]]
         return "reads " + ", ".join(longest) if longest else ""
 
-    def hung() -> None:
-        peers().tell(TrainingFailedError("it hung"))
-        state.hung()
+    def tell_others(text: str) -> None:
+        peers().tell(TrainingFailedError(text))
+
+    def note_if_rank_0_is_lost(text: str) -> None:
+        note_lost_rank_0(run.run_dir, TrainingFailedError(text))
 
     return Watchdog(
         run.config.log.stall_seconds,
         reading,
-        hung,
+        [tell_others, state.hung, *([] if run.ranks.is_first else [note_if_rank_0_is_lost])],
         lambda stall: state.note(doing=stall or None),
     )
 

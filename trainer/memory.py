@@ -18,10 +18,8 @@ from trainer.model import Model
 
 _GIB = 2**30
 _CARDS = {"40 GB": 39.0, "80 GB": 79.0}  # GiB that such a card shows
-_TEMPORARY_SHARE, _OTHER_GIB = (
-    0.1,
-    4.0,
-)  # assumptions: gradients of activations under way; CUDA, DALI, cuDNN's workspaces
+_TEMPORARY_SHARE = 0.1  # assumption: gradients of activations, while backward holds them
+_OTHER_GIB = 4.0  # assumption: CUDA, DALI, cuDNN's workspaces
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ def _way_out(config: Config, images: int, memory: Memory, card_gib: float) -> st
         found = ["model.activation_memory_budget 0.9"]
     if not memory.fits(card_gib):
         unit = rows_together(config)
-        parts = (n for n in range(unit, images, unit) if images % n == 0 and not config.cuda_graphs)
-        fitting = [n for n in parts if replace(memory, kept=memory.kept * n // images).fits(card_gib)]
+        sizes = [] if config.cuda_graphs else [n for n in range(unit, images, unit) if images % n == 0]
+        fitting = [n for n in sizes if replace(memory, kept=memory.kept * n // images).fits(card_gib)]
         if not fitting:
             return ", take more ranks"
         found.append(f"optimizer.images_per_micro_batch {fitting[-1]}")
@@ -90,9 +88,8 @@ def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
     """Estimate the memory of a rank that puts `views` through the model at once, eager or compiled as on `device`."""
     all_ranks = config.model.batch_norm_ranks == "all"
     compiled = compiles(config, device)
-    if (
-        compiled and all_ranks
-    ):  # the compiler keeps as much as for a rank's own statistics, and traces those in half the time
+    # the compiler keeps as much as for a rank's own statistics, and traces those in half the time
+    if compiled and all_ranks:
         config, all_ranks = replace(config, model=replace(config.model, batch_norm_ranks="local")), False
     model = Model(config.model, config.views, "traced only" if all_ranks else None, 2)
     weights = sum(p.numel() for p in model.parameters())
@@ -101,13 +98,15 @@ def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
     pixels = torch.empty(views, 3, side, side, dtype=torch.uint8, memory_format=torch.channels_last)
     precision = "bf16" if config.precision == "auto" else config.precision
     dtype = autocast_dtype(replace(config, precision=precision), torch.device("cpu"))
-    count = _kept_by_compiler if compiled else _kept_by_autograd
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        kept = count(model, pixels, config.model.activation_memory_budget)
+        if compiled:
+            kept = _kept_by_compiler(model, pixels, config.model.activation_memory_budget)
+        else:
+            kept = _kept_by_autograd(model, pixels)
     return Memory(4 * weights * (2 + moments), kept, views)
 
 
-def _kept_by_autograd(model: Model, pixels: Tensor, _: float) -> int:
+def _kept_by_autograd(model: Model, pixels: Tensor) -> int:
     """Count the bytes that an eager forward keeps for backward, each storage once. Fake tensors compute nothing."""
     kept = {}
 
@@ -145,9 +144,8 @@ def _kept_by_compiler(model: Model, pixels: Tensor, budget: float) -> int:
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         forward, _ = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         (output,) = (node for node in forward.graph.nodes if node.op == "output")
-        made = [
-            node for node in output.args[0][num_fwd_outputs:] if node.op != "placeholder"
-        ]  # those are weights and pixels
+        # the rest are weights and pixels
+        made = [node for node in output.args[0][num_fwd_outputs:] if node.op != "placeholder"]
         values = [node.meta["val"] for node in made if isinstance(node.meta.get("val"), Tensor)]
         found.append(sum(value.untyped_storage().nbytes() for value in values))
         raise _CountedError

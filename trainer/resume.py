@@ -125,9 +125,8 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
             f"the checkpoint of step {content['step']} in {run.checkpoints} does not fit this model or optimizer: {misfit}\n"
             "Use its settings again, take another --run_dir, or start from its encoder with --init_from"
         )
-    run.model.load_state_dict(
-        content["model"], strict=False
-    )  # the names were compared; torch would ask for a number of batches
+    # the names were compared; torch would ask for a number of batches
+    run.model.load_state_dict(content["model"], strict=False)
     # the options follow from the settings, which may have been changed on purpose
     options = run.optimizer.state_dict()["param_groups"]
     run.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": options})

@@ -129,23 +129,22 @@ class RunState:
         """Write that a signal ended the process before the loop could."""
         self.ended("preempted", PREEMPTED, step=newest_step(self._run_dir))
 
-    def hung(self) -> None:
-        """Write that the watchdog ends the process."""
-        self.ended("failed", FAILED, step=newest_step(self._run_dir), message="the run hung: see log.txt")
+    def hung(self, message: str) -> None:
+        """Write that the watchdog ends the process, and what it waited for."""
+        self.ended("failed", FAILED, step=newest_step(self._run_dir), message=message[:_MESSAGE_LENGTH])
 
     def lost_rank(self, message: str, exit_code: int) -> None:
         """Write that the failure of another rank ends the run."""
         self.ended("failed", exit_code, step=newest_step(self._run_dir), message=message[:_MESSAGE_LENGTH])
 
     def failed(self, error: BaseException) -> None:
-        """Write that an error ends the run, unless this rank never came to hold the folder. The first call gives the cause, a
-        later one the checkpoint that was still being written then."""
+        """Write that an error ends the run, unless this rank never came to hold the folder. The first call's message stays."""
         if not self._fields:
             return
         message = "; ".join(str(error).split("\n"))[:_MESSAGE_LENGTH] or type(error).__name__
         self.ended("failed", exit_code_of(error), message=message)
-        if self._fields.get("status") == "failed":
-            self.write(step=newest_step(self._run_dir))
+        if self._fields["status"] == "failed":
+            self.write(step=newest_step(self._run_dir))  # a checkpoint may have been finished since the first call
 
     @contextmanager
     def heartbeat(self, stop: StopRequest) -> Iterator[None]:

@@ -52,7 +52,8 @@ class Saver:
 
     def under_way(self) -> bool:
         """Whether a save is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread  # which the loop sets to None, while another thread asks
+        return thread is not None and thread.is_alive()
 
     def failure(self) -> OSError | None:
         """The last failure not told yet, None where there is none; does not wait."""

@@ -1,7 +1,7 @@
 """Detect that a run stands still: log what it waits for, and end the process after the limit of what it is doing.
 
 A rank whose file system hangs holds all others up, and no exception ends it: only another thread can. The same holds for a
-step that stands in one of NCCL's collectives. Other steps have no limit: one may be long (a recipe's on a laptop), and gloo's
+step that hangs in one of NCCL's collectives. Other steps have no limit: one may be long (a recipe's on a laptop), and gloo's
 collectives raise errors by themselves.
 
 Time in which this process could not run does not count, for example while a job is suspended (SIGSTOP): the thread wakes often,
@@ -15,7 +15,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 
 from trainer.errors import FAILED
@@ -33,17 +34,18 @@ class Watchdog:
         self,
         warn_seconds: float,
         details: Callable[[], str],
-        before_exit: Callable[[], None],
+        before_exit: Sequence[Callable[[str], None]],
         on_stall: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Warn after `warn_seconds` without news and each time that has doubled.
 
-        details: what more can be said of the wait, empty where nothing. before_exit: the last thing that is done.
-        on_stall: called with what the run waits for whenever that is logged, and with "" when it goes on.
+        details: what more can be said of the wait, empty where nothing. before_exit: called one after the other, with what the
+        run waits for, before the process ends. on_stall: called with the same whenever it is logged, and with "" when the run
+        goes on.
         """
         self._warn_seconds = warn_seconds
         self._details = details
-        self._before_exit = before_exit
+        self._before_exit = tuple(before_exit)
         self._on_stall = on_stall
         self._sleep_seconds = min(warn_seconds / 4, _MAX_SLEEP_SECONDS)
         self._awake = 0.0  # seconds in which the process could run, counted by the thread
@@ -92,13 +94,14 @@ class Watchdog:
         more = self._more()
         aside(
             lambda: _log.error(
-                "no news for %.0f s (timeout_minutes): the run %s%s. It ends here; what each thread does follows. The same "
-                "command continues from the last checkpoint",
+                "no news for %.0f s (the limit follows from timeout_minutes): the run %s%s. It ends here; what each thread "
+                "does follows. The same command continues from the last checkpoint",
                 seconds,
                 what,
                 more,
             )
         )
         faulthandler.dump_traceback(2, all_threads=True)
-        aside(self._before_exit)
+        for last in self._before_exit:
+            aside(partial(last, f"no news for {seconds:.0f} s: the run {what}{more}"))
         os._exit(FAILED)  # the threads that hang can't be ended, and Python would wait for them

@@ -187,6 +187,7 @@ def main(words: list[str] | None = None) -> int:
     own = parser.parse_args(words)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs, too
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as `wmse` does
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a part said before it is stopped is kept
     if own.tiny:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

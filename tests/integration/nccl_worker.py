@@ -22,11 +22,11 @@ ERRORS = {"InputError": InputError, "RuntimeError": RuntimeError}
 plain_init = dist.init_process_group
 
 
-def stand_for_ever(*_: Any) -> None:
+def hang(*_: Any) -> None:
     threading.Event().wait()
 
 
-def stand_in_a_collective() -> None:
+def hang_in_a_collective() -> None:
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
 
@@ -38,18 +38,18 @@ def init_by_gloo(backend: str, *, device_id: Any, **options: Any) -> None:
 
 def main() -> None:
     kind, struck, error = sys.argv[1:]
-    ranks, stand = find_ranks(), stand_in_a_collective
+    ranks, wait = find_ranks(), hang_in_a_collective
     start_logging(None, ranks.rank)
     if kind == "stand_in":
         dist.init_process_group = init_by_gloo
-        dist.destroy_process_group = stand = stand_for_ever
+        dist.destroy_process_group = wait = hang
         torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=ranks.rank)  # type: ignore[assignment,misc]
     else:
         torch.cuda.set_device(ranks.rank)
     device = torch.device("cuda", ranks.rank)
     with process_group(Config(), ranks, device, before_exit=lambda failure: print(f"before exit: {failure.message}")):
         if ranks.rank != int(struck):
-            stand()
+            wait()
         raise ERRORS[error]("what went wrong")
 
 

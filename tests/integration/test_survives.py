@@ -196,7 +196,7 @@ def test_a_set_that_is_not_there_ends_every_rank_with_exit_code_2(
     ("struck", "error", "code"), [(1, "RuntimeError", 1), (0, "RuntimeError", 1), (1, "InputError", 2)]
 )
 def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(kind: str, struck: int, error: str, code: int) -> None:
-    """The other rank stands in a collective, and so would NCCL's clean-up."""
+    """The other rank hangs in a collective, and so would NCCL's clean-up."""
     processes = start_ranks("tests/integration/nccl_worker.py", 2, kind, str(struck), error)
     began = time.monotonic()
     try:

@@ -34,9 +34,8 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
     assert two["group_size"] == (2 if "slice group" in case else 1)
     if "compiled" in case:
         assert one["graphs"] == 1
-        assert (
-            two["graphs"] > 1
-        )  # the compiler splits where DDP sends gradients, so that sending overlaps with backward
+        # the compiler splits where DDP sends gradients, so that sending overlaps with backward
+        assert two["graphs"] > 1
     for name in one.keys() - {"group_size", "graphs", "agreed", *(("loss",) if "fails" in case else ())}:
         rtol, atol = (0, 1e-2) if "fp16" in case else (1e-8, 1e-10)
         torch.testing.assert_close(two[name], one[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")

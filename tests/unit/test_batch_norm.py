@@ -1,9 +1,14 @@
 """BatchNorm per view, and statistics that a failed step takes back. (Over ranks: tests/integration/test_two_ranks.py.)"""
 
+from typing import Any
+
 import pytest
 import torch
+import torch._functorch.config
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from timm.layers import BatchNormAct2d
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from trainer.batch_norm import BatchNormStatistics, ViewBatchNorm, convert_batch_norm, stop_counting_batches
 from trainer.config import ModelConfig, ViewsConfig
@@ -91,3 +96,20 @@ def test_no_batches_are_counted_where_the_momentum_is_fixed() -> None:
     averages_all = nn.BatchNorm1d(2, momentum=None)
     stop_counting_batches(averages_all)
     assert averages_all.num_batches_tracked is not None
+
+
+def test_statistics_cross_the_ranks_once_each_way_under_a_memory_budget(group_of_one: str) -> None:
+    """What the compiler makes again in backward to save memory must not be an all-reduce."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
+    model = convert_batch_norm(nn.Sequential(*layers), 1, group_of_one, 1)
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(sum("all_reduce" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        torch.compile(model, fullgraph=True, backend=backend)(torch.randn(4, 8, 6, 6)).sum().backward()
+    assert graphs == [3, 3]  # forward, backward

@@ -8,7 +8,7 @@ import torch
 from tests.conftest import write_images
 from trainer.config_load import load_config
 from trainer.data.index import open_index
-from trainer.describe import dry_run, evaluation_warnings, without_effect
+from trainer.describe import dry_run, evaluation_warnings, setting_warnings
 from trainer.errors import InputError
 from trainer.loop import pretrain
 from trainer.run_plan import plan_lines, plan_warnings
@@ -43,16 +43,21 @@ def test_parts_and_early_sides_are_said(tiny_config: Path) -> None:
 def test_settings_without_effect_are_said(tiny_config: Path) -> None:
     words = ["--gradient_compression", "bf16", "--compile", "true", "--cuda_graphs", "true"]
     config, cpu = load_config(tiny_config, words), torch.device("cpu")
-    assert [line.split()[0] for line in without_effect(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
-    assert [line.split()[0] for line in without_effect(config, 2, torch.device("cuda"))] == []
+    assert [line.split()[0] for line in setting_warnings(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
+    assert [line.split()[0] for line in setting_warnings(config, 2, torch.device("cuda"))] == []
+    eager = load_config(tiny_config, ["--model.batch_norm_ranks", "all", "--compile", "false"])
+    assert "BatchNorm then runs as separate operations" in setting_warnings(eager, 2, torch.device("cuda"))[0]
+    assert setting_warnings(eager, 2, cpu) == setting_warnings(eager, 1, torch.device("cuda")) == []
     budget = load_config(tiny_config, ["--model.activation_memory_budget", "0.9"])
-    assert "activation_memory_budget 0.9 has no effect: the model is not compiled" in without_effect(budget, 1, cpu)[0]
-    assert without_effect(budget, 1, torch.device("cuda")) == []
-    assert without_effect(load_config(tiny_config, []), 1, cpu) == []
+    assert (
+        "activation_memory_budget 0.9 has no effect: the model is not compiled" in setting_warnings(budget, 1, cpu)[0]
+    )
+    assert setting_warnings(budget, 1, torch.device("cuda")) == []
+    assert setting_warnings(load_config(tiny_config, []), 1, cpu) == []
     dense = load_config(tiny_config, ["--checkpoint.keep_every_epochs_after_drop", "5"])
-    assert "schedule is cosine, whose rate never drops" in without_effect(dense, 1, cpu)[0]
+    assert "schedule is cosine, whose rate never drops" in setting_warnings(dense, 1, cpu)[0]
     hint = load_config(tiny_config, ["--data.decoder_hint", "[5000,0]"])
-    assert "takes both a width and a height" in without_effect(hint, 1, torch.device("cuda"))[0]
+    assert "takes both a width and a height" in setting_warnings(hint, 1, torch.device("cuda"))[0]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_step_that_stands_is_ended_before_nccl_ends_the_process_without_a_word
     usual, first = (step_seconds(config, Ranks(0, 2), gpu, may_compile=may_compile) for may_compile in (False, True))
     assert usual is not None
     assert first is not None
-    assert usual == 0.8 * 60 * config.timeout_minutes
+    assert usual > 60 * config.timeout_minutes  # after a rank that waits for files is ended: that one is to blame
     assert (first > usual + 600) == (compile_model == "true")  # autotuning takes minutes
     assert collective_timeout(config, gpu).total_seconds() > first
 

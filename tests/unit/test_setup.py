@@ -5,18 +5,23 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import nn
 
 from trainer.cluster.ranks import Ranks
+from trainer.config import Config
 from trainer.config_load import load_config
 from trainer.data.index import open_index
 from trainer.data.plan import Rows, slice_permutations
 from trainer.errors import InputError
 from trainer.geometry import micro_batches, rows_together
 from trainer.run_plan import check_set_size
-from trainer.setup import Run, open_cache, set_up
+from trainer.setup import Run, compile_model, open_cache, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
@@ -138,3 +143,29 @@ def test_read_only_shared_memory_is_reported_and_its_clean_up_hides_no_error(
     monkeypatch.setattr("trainer.data.decode_cache.os.open", refuse)
     with pytest.raises(InputError, match=r"shared memory in .* \(Read-only file system\)"):
         open_cache(config, index, Ranks())
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "mode"),
+    [
+        ({}, True, None),
+        ({"cuda_graphs": True}, True, "reduce-overhead"),
+        ({"autotune": True}, True, "max-autotune-no-cudagraphs"),
+        ({"autotune": True, "cuda_graphs": True}, True, "max-autotune"),
+        ({"autotune": True, "cuda_graphs": True}, False, None),
+    ],
+)
+def test_what_the_compiler_is_told(
+    settings: dict[str, bool], on_gpu: bool, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor alone would start up to 32 processes for each rank of a node."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: told.update(options))
+    monkeypatch.setattr("trainer.setup.own_cores", lambda: 3)
+    config = replace(Config(), model=replace(Config().model, activation_memory_budget=0.7), **settings)
+    with torch._inductor.config.patch(compile_threads=1), torch._functorch.config.patch(activation_memory_budget=1.0):
+        compile_model(nn.Linear(1, 1), config, torch.device("cuda" if on_gpu else "cpu"))
+        assert torch._inductor.config.compile_threads == 3
+        assert torch._functorch.config.activation_memory_budget == 0.7
+    assert told["mode"] == mode
+    assert told["fullgraph"]

@@ -35,7 +35,7 @@ def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 
 def test_news_keep_it_silent(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    with Watchdog(0.8, lambda: "", lambda: None) as watchdog:
+    with Watchdog(0.8, lambda: "", []) as watchdog:
         for step in range(10):
             watchdog.doing(f"waits for the images of step {step}", limit=1.0)
             time.sleep(0.15)
@@ -47,7 +47,7 @@ def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
     ends: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     last = []
-    with Watchdog(0.1, lambda: "reads cat.jpg for 9 s", lambda: last.append("state written")) as watchdog:
+    with Watchdog(0.1, lambda: "reads cat.jpg for 9 s", [last.append]) as watchdog:
         watchdog.doing("waits for the images of step 3", limit=1.0)
         time.sleep(1.3)
     warned = messages(caplog, logging.WARNING)
@@ -55,12 +55,13 @@ def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
     assert all("the run waits for the images of step 3 (reads cat.jpg for 9 s)" in text for text in warned)
     (ended,) = messages(caplog, logging.ERROR)
     assert "(reads cat.jpg for 9 s). It ends here" in ended
-    assert last == ["state written"]
+    (text,) = last
+    assert text.endswith("the run waits for the images of step 3 (reads cat.jpg for 9 s)")
     assert ends == [1]
 
 
 def test_what_has_no_limit_is_warned_of_and_not_ended(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    with Watchdog(0.1, lambda: "", lambda: None) as watchdog:
+    with Watchdog(0.1, lambda: "", []) as watchdog:
         watchdog.doing("makes step 3")
         time.sleep(0.6)
     assert messages(caplog, logging.WARNING)
@@ -68,7 +69,7 @@ def test_what_has_no_limit_is_warned_of_and_not_ended(ends: list[int], caplog: p
 
 
 def test_new_news_are_warned_of_anew(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    with Watchdog(0.1, lambda: "", lambda: None) as watchdog:
+    with Watchdog(0.1, lambda: "", []) as watchdog:
         for what in ("a", "b"):
             watchdog.doing(what)
             time.sleep(0.17)
@@ -77,18 +78,21 @@ def test_new_news_are_warned_of_anew(ends: list[int], caplog: pytest.LogCaptureF
 
 
 def test_the_process_ends_though_the_last_thing_fails(ends: list[int]) -> None:
-    def full_disk() -> None:
+    last: list[str] = []
+
+    def full_disk(text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    with Watchdog(0.1, lambda: "", full_disk) as watchdog:
+    with Watchdog(0.1, lambda: "", [full_disk, last.append]) as watchdog:
         watchdog.doing("waits for the images of step 3", limit=0.2)
         time.sleep(0.5)
     assert ends == [1]
+    assert len(last) == 1
 
 
 def test_a_stall_is_told_and_taken_back(ends: list[int]) -> None:
     told: list[str] = []
-    with Watchdog(0.1, lambda: "", lambda: None, told.append) as watchdog:
+    with Watchdog(0.1, lambda: "", [], told.append) as watchdog:
         watchdog.doing("makes step 3")
         time.sleep(0.16)
         watchdog.doing("makes step 4")
@@ -100,7 +104,7 @@ def test_a_stall_is_told_and_taken_back(ends: list[int]) -> None:
 WAITS = """
 import sys, time
 from trainer.watchdog import Watchdog
-with Watchdog(0.2, lambda: "", lambda: None) as watchdog:
+with Watchdog(0.2, lambda: "", []) as watchdog:
     for what in ("waits", "continues"):
         watchdog.doing(what, limit=0.8)
         print(what, flush=True)

@@ -1,6 +1,6 @@
 """How the ranks of a job learn that one of them fails.
 
-Over NCCL nothing tells them: they stand in a collective until it times out. So a rank that fails says so in the job's store
+Over NCCL nothing tells them: they wait in a collective until it times out. So a rank that fails says so in the job's store
 before it does anything that may block, and a thread of every rank looks there.
 """
 
@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from trainer.cluster.ranks import Ranks
 from trainer.cluster.rendezvous import compare_ranks
-from trainer.errors import FAILED, InputError, exit_code_of
+from trainer.errors import FAILED, InputError, TrainingFailedError, exit_code_of
 from trainer.files import describe_os_error
 from trainer.signals import aside
 
 _log = logging.getLogger(__name__)
-_FAILURE_KEY, _READERS_KEY = "failure", "failure/readers"
+_FAILURE_KEY, _READ_KEY = "failure", "failure read"
 _LOOK_SECONDS = 2.0
 _GRACE_SECONDS = 5.0  # gloo ends the other ranks by itself, with their own last lines
-_SAVE_SECONDS = 300.0  # a checkpoint being written is waited for so long
-_LONGEST_WORK = timedelta(hours=6)  # of one rank while the others wait, such as to index a large folder
+_SAVE_SECONDS = 300.0  # longest wait for a checkpoint that is being written
+_LONGEST_WORK = timedelta(hours=6)  # for what one rank does while the others wait, such as indexing a large folder
 
 
 class Failure(NamedTuple):
@@ -44,7 +44,7 @@ class LostRankError(RuntimeError):
     """Another rank has failed, is gone or late: the cause is in that rank's log lines."""
 
     def __init__(self, failure: Failure | None, error: BaseException) -> None:
-        """failure: what the other rank has told. error: what became of a collective."""
+        """failure: what the other rank reported, if anything. error: what the collective raised."""
         first_line = str(error).partition("\n")[0]
         super().__init__(failure.message if failure else f"another rank is gone or late ({first_line})")
         self.exit_code = failure.exit_code if failure else FAILED
@@ -75,29 +75,31 @@ class Peers:
             return
         self._told = True
         store, what = self._store, _in_words(error)
-        _log.error("rank %d fails and tells the other ranks: %s", self._ranks.rank, what)
         failure = Failure(f"rank {self._ranks.rank} on {socket.gethostname()} failed: {what}", exit_code_of(error))
 
         def set_first() -> None:
             with suppress(RuntimeError):  # the store has gone with rank 0
                 store.compare_set(_FAILURE_KEY, "", json.dumps(failure))
 
-        aside(set_first)
+        aside(set_first)  # before the log line, whose file system may be what hangs
+        aside(lambda: _log.error("rank %d fails and tells the other ranks: %s", self._ranks.rank, what))
 
     def wait_until_heard(self) -> None:
         """Wait some seconds for the other ranks to look, on the rank that keeps the store: it goes with the process."""
+        if self._store is None or not (self._told and self._ranks.is_first):
+            return
+        others = [f"{_READ_KEY}/{rank}" for rank in range(1, self._ranks.world_size)]
         deadline = time.monotonic() + 2 * _LOOK_SECONDS
-        while self._told and self._ranks.is_first and time.monotonic() < deadline:
-            if self._store is None or self._store.add(_READERS_KEY, 0) >= self._ranks.world_size - 1:
-                return
-            time.sleep(0.05)
+        with suppress(RuntimeError):  # the store is torchrun's, and gone
+            while time.monotonic() < deadline and not self._store.check(others):
+                time.sleep(0.05)
 
     def look(self) -> None:
         """Set `heard` if another rank has told a failure."""
         with suppress(RuntimeError):  # the store has gone with rank 0
             if self._store is not None and not self._told and self.heard is None and self._store.check([_FAILURE_KEY]):
                 self.heard = Failure(*json.loads(self._store.get(_FAILURE_KEY)))
-                self._store.add(_READERS_KEY, 1)
+                self._store.set(f"{_READ_KEY}/{self._ranks.rank}", "")
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error itself, or for a collective that failed a LostRankError with what the other rank has told."""
@@ -131,7 +133,7 @@ class Peers:
             return
 
     def _end(self, failure: Failure, before_exit: Callable[[Failure], None]) -> None:
-        """End the process, whose main thread may stand in a collective for ever, but not in the middle of a save."""
+        """End the process, whose main thread may hang in a collective, but not in the middle of a save."""
         deadline = time.monotonic() + _SAVE_SECONDS
         while self.is_saving() and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
@@ -155,4 +157,5 @@ class Peers:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, OSError):
         return describe_os_error(error)
-    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    is_plain = isinstance(error, (InputError, TrainingFailedError))
+    return str(error) if is_plain else f"{type(error).__name__}: {error}".rstrip(": ")

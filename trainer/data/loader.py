@@ -74,9 +74,9 @@ def dali_threads(config: DataConfig, *, on_gpu: bool) -> int:
 def largest_sides(index: Index, max_pixels: int, batch_size: int) -> tuple[int, int]:
     """Largest width and height of the images that may be read, for `Placement.decoder_hint`.
 
-    nvJPEG is told them and the size of a batch: 256 images of 6000 x 6000 would be 28 GB if it makes room for each, which its
-    manual leaves open. So that one freak image can't take the memory, no side is longer than that of squares which take
-    RESERVED_BYTES a batch. For a larger image nvJPEG grows what it has, once, out of DALI's pool.
+    nvJPEG is given both, and the size of a batch. Its manual does not say whether it reserves memory for each image of the
+    batch: for 256 images of 6000 x 6000 that would be 28 GB. So no side is longer than that of squares which take
+    RESERVED_BYTES a batch; for a larger image nvJPEG allocates once more, from DALI's pool.
     """
     heights, widths = np.asarray(index.heights, np.int64), np.asarray(index.widths, np.int64)
     usable = heights * widths <= max_pixels
@@ -305,7 +305,7 @@ class ViewLoader:
         for view, output in enumerate(outputs):
             buffer[view * count : (view + 1) * count].copy_(torch.from_dlpack(output.as_tensor()))
         if self._device.type == "cuda":
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event(blocking=True)
             copied.record(torch.cuda.current_stream(self._device))
             self._held.append((outputs, copied))
             self._let_go(HELD_BATCHES)

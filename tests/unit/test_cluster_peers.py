@@ -1,0 +1,151 @@
+"""How ranks tell each other that one fails: over a real store, with ranks as threads of this process."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.faults import free_port
+from trainer.cluster import peers as module
+from trainer.cluster.peers import Failure, LostRankError, Peers
+from trainer.cluster.ranks import Ranks
+from trainer.errors import InputError, TrainingFailedError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # `ends` raises in a thread
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.2)
+    return dist.TCPStore("127.0.0.1", free_port(), None, True, timedelta(seconds=20), wait_for_workers=False)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes of the threads that would have ended the process."""
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise SystemExit  # of the thread
+
+    monkeypatch.setattr(os, "_exit", end)
+    return codes
+
+
+def of_rank(store: dist.Store, rank: int, world_size: int = 2) -> Peers:
+    return Peers(store, Ranks(rank, world_size))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_first_failure_reaches_the_others_and_ends_them_with_its_code(store: dist.Store, ends: list[int]) -> None:
+    first, second, third = (of_rank(store, rank, 3) for rank in range(3))
+    told: list[Failure] = []
+    with second.watched(lambda failure: None), first.watched(told.append):
+        second.tell(InputError("no folder /x"))
+        third.tell(RuntimeError("later"))
+        wait_for(lambda: bool(ends))
+    assert ends == [2]
+    assert told[0].exit_code == 2
+    assert told[0].message.startswith("rank 1 on ")
+    assert told[0].message.endswith("failed: no folder /x")
+
+
+def test_a_rank_that_ends_by_itself_in_time_is_not_ended(store: dist.Store, ends: list[int]) -> None:
+    first, second = of_rank(store, 0), of_rank(store, 1)
+    with first.watched(lambda failure: None):
+        second.tell(RuntimeError("gone"))
+        wait_for(lambda: first.heard is not None)
+    time.sleep(0.4)
+    assert ends == []
+    cause = first.cause_of(dist.DistStoreError("Connection closed"))
+    assert isinstance(cause, LostRankError)
+    assert str(cause).endswith("failed: RuntimeError: gone")
+    assert cause.exit_code == 1
+
+
+def test_a_checkpoint_that_is_being_written_is_waited_for(store: dist.Store, ends: list[int]) -> None:
+    first, second = of_rank(store, 0), of_rank(store, 1)
+    saving = threading.Event()
+    saving.set()
+    first.is_saving = saving.is_set
+    with first.watched(lambda failure: None):
+        second.tell(RuntimeError("gone"))
+        time.sleep(1.0)
+        assert ends == []
+        saving.clear()
+        wait_for(lambda: ends == [1])
+
+
+def test_the_rank_that_keeps_the_store_waits_until_every_other_rank_has_looked(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own thread, or one that looks twice, must not count for one that has not looked."""
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 5.0)
+    module._LOOK_SECONDS = 1.0
+    ranks = [of_rank(store, rank, 3) for rank in range(3)]
+    ranks[0].tell(RuntimeError("gone"))
+    of_rank(store, 0, 3).look()
+    ranks[1].look()
+    of_rank(store, 1, 3).look()
+    began = time.monotonic()
+    threading.Timer(0.5, ranks[2].look).start()
+    ranks[0].wait_until_heard()
+    assert 0.4 < time.monotonic() - began < 1.5
+
+
+def test_an_error_that_follows_from_another_rank_is_not_told(store: dist.Store) -> None:
+    first, second = of_rank(store, 0), of_rank(store, 1)
+    second.tell(dist.DistStoreError("timed out"))
+    first.look()
+    assert first.heard is None
+    second.tell(TrainingFailedError("21 steps in a row failed"))
+    first.look()
+    assert first.heard is not None
+    assert first.heard.message.endswith("failed: 21 steps in a row failed")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_check_raises_on_every_rank_or_on_none(failing: int, store: dist.Store) -> None:
+    raised: list[tuple[int, str]] = []
+    ranks = [of_rank(store.clone(), rank) for rank in range(2)]
+
+    def work(rank: int) -> None:
+        ranks[rank].check(None)  # all is well
+        try:
+            ranks[rank].check(FileNotFoundError(2, "No such file", "/x") if rank == failing else None)
+        except InputError as error:
+            raised.append((rank, str(error)))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(rank for rank, _ in raised) == [0, 1]
+    assert all(text.startswith(f"rank {failing} on ") and "/x: No such file" in text for _, text in raised)
+
+
+def test_one_process_alone_tells_nobody() -> None:
+    alone = Peers()
+    alone.tell(RuntimeError("x"))
+    alone.wait_until_heard()
+    alone.look()
+    assert alone.heard is None
+    with alone.watched(lambda failure: None):
+        alone.check(None)
+    with pytest.raises(FileNotFoundError):
+        alone.check(FileNotFoundError(2, "No such file", "/x"))
