@@ -186,7 +186,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=475, help="in all; default 475")
     own = parser.parse_args(words)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs, too
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as `wmse` does
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a part said before it is stopped is kept
     if own.tiny:
@@ -207,4 +206,5 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs, too
     sys.exit(main())
