@@ -71,7 +71,7 @@ def loader(config: Config, part: Part) -> Iterator[Line]:
     """Views a second, and the JPEG engine meanwhile."""
     engine = JpegEngine(part.device)
     engine.start()
-    result = bench_loader(config, 2.0 if part.tiny else 16.0)
+    result = bench_loader(config, 0.5 if part.tiny else 16.0)
     yield {"name": "loader", "said": f"{result['views_per_s']:,.0f} views/s", **result}
     yield engine.stop()
 
@@ -80,7 +80,7 @@ def end2end(config: Config, part: Part) -> Iterator[Line]:
     """Views a second of the loop, its share of the step alone, and the parts of a profiled step."""
     engine = JpegEngine(part.device)
     engine.start()
-    result = bench_end2end(config, 2.0 if part.tiny else 40.0, train)
+    result = bench_end2end(config, 1.0 if part.tiny else 40.0, train)
     assert result is not None
     said = f"{result['views_per_s']:,.0f} views/s, {result['share_of_compute']:.0%} of the step alone"
     yield {"name": "end2end", "said": said, **result}

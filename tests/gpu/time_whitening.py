@@ -36,7 +36,7 @@ def time_whitening(part: Part) -> Iterator[Line]:
     for size in ((1, 5, 2),) if part.tiny else SIZES:
         x, gradient = torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(part.device)
         windows: dict[str, Window] = {}
-        for name in (*VARIANTS, LOOP):
+        for name in ("torch", "triton", LOOP) if part.tiny else (*VARIANTS, LOOP):
             try:
                 windows[name] = window_of(name, x, gradient)
             except Exception as error:  # the others are still measured
