@@ -1,12 +1,12 @@
 """Check and measure this project on one GPU: python -m tests.gpu OUT [--tiny] [--only NAME,...] [--seconds S]
 
-OUT takes results.json (all figures, written after every part), table.txt, and of each part NAME.json and NAME.txt, what it
-said. Parts come in the order of their worth; what has no time left is not run, which counts as failed. A part whose packages
-are missing is skipped. Exit code: 0 where no part failed, 1 where one did, 2 for wrong words or no GPU.
+OUT receives results.json (all figures, rewritten after every part), table.txt, and for each part its figures (NAME.json) and
+its output (NAME.txt). The most useful parts run first. A part for which no time is left does not run and counts as failed; a part
+whose packages are missing is skipped. Exit code: 0 if no part failed, 1 if one did, 2 for a wrong command line or no GPU.
 
-Needs torch, torchvision, timm, triton and numpy; what trains on images also DALI, and some parts what `wmse` itself needs.
-The parts without images are to fit into 475 seconds on an H100: with DALI there give 900, or --only. WMSE_COMMIT names the
-commit of a copy without its history.
+Needs torch, torchvision, timm, triton and numpy; what trains on images needs DALI as well, and some parts what `wmse` itself
+needs. All parts together are stopped after 470 seconds, which should be enough for those without images; with DALI give 900, or
+name parts by --only. WMSE_COMMIT names the commit of a copy without its history.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = 77  # exit code of a part that can't run here
-PATIENCE = 3  # limits of a rehearsal are so many times as long: its machine is busy with other things
+PATIENCE = 3  # a rehearsal may take this many times as long: its machine may be busy
 SAME_WHEN_TINY = ("compiled", "autotune")  # as "budget" and "eager", which a rehearsal makes
 MODEL, IMAGES = "torch,torchvision,timm,numpy", "torch,torchvision,timm,numpy,PIL,nvidia.dali"
 COMMAND = IMAGES + ",jsonargparse,yaml,rich"
@@ -88,7 +88,7 @@ def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
         own("step", 75, MODEL, "check_step"),
         own("kernels", 100, "torch,triton,numpy", "check_kernels"),
         own("views", 60, IMAGES, "check_views"),
-        Part("pictures", 60, "PIL,numpy", ["-m", "tests.gpu.make_set", pictures, "48" if tiny else "2048"]),
+        Part("pictures", 60, IMAGES, ["-m", "tests.gpu.make_set", pictures, "48" if tiny else "2048"]),
         own("loader", 60, IMAGES, "time_images", "loader", pictures),
         own("end2end", 140, IMAGES, "time_images", "end2end", pictures),
         Part("run", 140, COMMAND, run),

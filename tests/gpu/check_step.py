@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.gpu.part import Line, Part, attempt, main, without_waiting
+from tests.gpu.part import Line, Task, attempt, main, without_waiting
 from trainer.cluster.ranks import Ranks
 from trainer.config import Config, LossConfig, ModelConfig, ViewsConfig
 from trainer.device import autocast_dtype
@@ -119,19 +119,19 @@ def check(config: Config, variant: Variant, device: torch.device, expected_loss:
     return line
 
 
-def check_all(part: Part) -> Iterator[Line]:
+def check_all(task: Task) -> Iterator[Line]:
     """A line for each variant."""
-    config = TINY if part.tiny else SMALL
+    config = TINY if task.tiny else SMALL
     expected: dict[int, float] = {}
     for variant in VARIANTS:
-        if part.tiny and (variant.compiled or variant.backend == "triton"):  # slow on a CPU, and rehearsed elsewhere
+        if task.tiny and (variant.compiled or variant.backend == "triton"):  # slow on a CPU, and rehearsed elsewhere
             continue
         if variant.parts not in expected:
-            expected[variant.parts] = float32_loss(config, variant.parts, part.device)
+            expected[variant.parts] = float32_loss(config, variant.parts, task.device)
         default = Variant(variant.precision)._asdict()
         other = [f"{name} {value}" for name, value in variant._asdict().items() if value != default[name]]
         name = ", ".join([variant.precision, *other])
-        yield attempt(name, lambda variant=variant: check(config, variant, part.device, expected[variant.parts]))
+        yield attempt(name, lambda variant=variant: check(config, variant, task.device, expected[variant.parts]))
         torch._dynamo.reset()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.make_set import make_set
-from tests.gpu.part import Line, Part, main
+from tests.gpu.part import Line, Task, main
 from trainer.config import DataConfig, ViewsConfig
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
@@ -82,18 +82,18 @@ def _summary(gaps: Tensor) -> dict[str, float]:
     return {"mean": values.mean().item(), "of_1000_one_above": high.item(), "largest": values.max().item()}
 
 
-def check_views(part: Part) -> Iterator[Line]:
+def check_views(task: Task) -> Iterator[Line]:
     """A line for each recipe and kind of file, then the busy device."""
-    recipes = {"tiny": replace(STRONG, num_views=2, side=32)} if part.tiny else RECIPES
+    recipes = {"tiny": replace(STRONG, num_views=2, side=32)} if task.tiny else RECIPES
     with tempfile.TemporaryDirectory() as folder:
         make_set(Path(folder), 48)
         index = open_index(Path(folder), "train")
         for name, recipe in recipes.items():
-            for kind, figures in differences(index, recipe, part.device).items():
+            for kind, figures in differences(index, recipe, task.device).items():
                 mean = figures["mean"]
                 line: Line = {"name": f"{name}, {kind}", "said": f"{mean:.2f} levels", "levels": figures}
                 yield line if mean <= MEAN_BOUND[kind] else {**line, "problem": "too far from the CPU's"}
-        calm, busy = (batches(index, next(iter(recipes.values())), part.device, busy=busy) for busy in (False, True))
+        calm, busy = (batches(index, next(iter(recipes.values())), task.device, busy=busy) for busy in (False, True))
         other = [step for step, ((a, _), (b, _)) in enumerate(zip(calm, busy, strict=True)) if not torch.equal(a, b)]
         problem = {"problem": f"steps {other} have other views than on an idle device"} if other else {}
         yield {"name": "beside other work", **problem}

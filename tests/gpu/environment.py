@@ -10,7 +10,7 @@ from importlib import metadata
 import torch
 
 from tests.gpu.__main__ import is_there
-from tests.gpu.part import Line, Part, main
+from tests.gpu.part import Line, Task, main
 
 PACKAGES = {  # module -> distribution
     "torch": "torch",
@@ -38,10 +38,10 @@ def version(module: str) -> str | None:
         return "unknown"
 
 
-def environment(part: Part) -> Iterator[Line]:
+def environment(task: Task) -> Iterator[Line]:
     """A line of the card, one of packages, one of tools."""
-    if part.device.type == "cuda":
-        p = torch.cuda.get_device_properties(part.device)
+    if task.device.type == "cuda":
+        p = torch.cuda.get_device_properties(task.device)
         figures = {"gib": p.total_memory / 2**30, "multiprocessors": p.multi_processor_count}
         yield {"name": "card", "said": f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}", **figures}
     packages = {module: version(module) for module in PACKAGES}

@@ -19,15 +19,15 @@ Line = dict[str, Any]
 """What was found. name: of what; said: in words; problem: what is wrong, if anything is; all else: figures for JSON."""
 
 
-class Part(NamedTuple):
-    """What is measured, on what, and whether this is only the rehearsal."""
+class Task(NamedTuple):
+    """What a part is given: the words of its command, its device, and whether this is a rehearsal."""
 
     words: list[str]
     device: torch.device
     tiny: bool
 
 
-def main(measure: Callable[[Part], Iterator[Line]], description: str | None) -> None:
+def main(measure: Callable[[Task], Iterator[Line]], description: str | None) -> None:
     """Run a part as a program: OUT.json [WORD...] [--tiny]."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.json")
@@ -38,7 +38,7 @@ def main(measure: Callable[[Part], Iterator[Line]], description: str | None) -> 
         print("skipped: needs a GPU; --tiny rehearses on a CPU")
         sys.exit(SKIPPED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sys.exit(record(measure(Part(own.words, device, own.tiny)), own.out, device))
+    sys.exit(record(measure(Task(own.words, device, own.tiny)), own.out, device))
 
 
 def record(lines: Iterator[Line], out: Path, device: torch.device) -> int:

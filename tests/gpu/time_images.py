@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.gpu.part import Line, Part, main
+from tests.gpu.part import Line, Task, main
 from tests.gpu.time_step import RECIPE, TINY
 from trainer.bench.end2end import bench_end2end
 from trainer.bench.loader import bench_loader
@@ -59,34 +59,31 @@ class JpegEngine(threading.Thread):
         return {"name": "JPEG engine", "said": f"{figure['median']:.0f} % busy", "percent": figure}
 
 
-def time_images(part: Part) -> Iterator[Line]:
+def time_images(task: Task) -> Iterator[Line]:
     """Lines of the one that is named."""
-    kind, folder = part.words
-    config = TINY if part.tiny else RECIPE
+    kind, folder = task.words
+    config = TINY if task.tiny else RECIPE
     config = replace(config, data=replace(config.data, root=folder), log=replace(config.log, tensorboard=False))
-    yield from (loader if kind == "loader" else end2end)(config, part)
+    yield from (loader if kind == "loader" else end2end)(config, task)
 
 
-def loader(config: Config, part: Part) -> Iterator[Line]:
+def loader(config: Config, task: Task) -> Iterator[Line]:
     """Views a second, and the JPEG engine meanwhile."""
-    engine = JpegEngine(part.device)
+    engine = JpegEngine(task.device)
     engine.start()
-    result = bench_loader(config, 0.5 if part.tiny else 16.0)
+    result = bench_loader(config, 0.5 if task.tiny else 16.0)
     yield {"name": "loader", "said": f"{result['views_per_s']:,.0f} views/s", **result}
     yield engine.stop()
 
 
-def end2end(config: Config, part: Part) -> Iterator[Line]:
+def end2end(config: Config, task: Task) -> Iterator[Line]:
     """Views a second of the loop, its share of the step alone, and the parts of a profiled step."""
-    engine = JpegEngine(part.device)
-    engine.start()
-    result = bench_end2end(config, 1.0 if part.tiny else 40.0, train)
+    result = bench_end2end(config, 1.0 if task.tiny else 40.0, train)
     assert result is not None
     said = f"{result['views_per_s']:,.0f} views/s, {result['share_of_compute']:.0%} of the step alone"
     yield {"name": "end2end", "said": said, **result}
     percent = {name: round(value, 1) for name, value in result["step"]["percent"].items() if value >= 1}
     yield {"name": "a step's percent", "said": ", ".join(f"{name} {value}" for name, value in percent.items())}
-    yield engine.stop()
 
 
 if __name__ == "__main__":

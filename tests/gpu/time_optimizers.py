@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.gpu.part import Line, Part, main, without_waiting
+from tests.gpu.part import Line, Task, main, without_waiting
 from tests.gpu.time_step import RECIPE, TINY
 from trainer.bench.timing import spread, take_turns, timed
 from trainer.cluster.ranks import Ranks
@@ -28,56 +28,56 @@ TOLERANCE = 1e-4  # of an update's norm; sums of a million squares in another or
 LARS_AIM_MS = 0.5
 
 
-def model_of(part: Part) -> nn.Module:
+def model_of(task: Task) -> nn.Module:
     """Weights of the seed, and random gradients."""
-    model = build_model(TINY if part.tiny else RECIPE, Ranks()).to(part.device)
+    model = build_model(TINY if task.tiny else RECIPE, Ranks()).to(task.device)
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.grad = torch.empty_like(p).copy_(1e-3 * torch.randn(p.shape, generator=generator))
     return model
 
 
-def updates(part: Part, config: OptimizerConfig) -> list[torch.Tensor]:
+def updates(task: Task, config: OptimizerConfig) -> list[torch.Tensor]:
     """How far some steps move each weight."""
-    model = model_of(part)
-    optimizer = build_optimizer(model, config, part.device)
+    model = model_of(task)
+    optimizer = build_optimizer(model, config, task.device)
     before = [p.detach().clone() for p in model.parameters()]
-    for _ in range(1 if part.tiny else 3):
+    for _ in range(1 if task.tiny else 3):
         for p in model.parameters():  # some optimizers change their gradients
             p.grad = 1e-3 * p.detach().sign() + 1e-4
-        update(optimizer, 1.0, torch.zeros((), dtype=torch.bool, device=part.device))
+        update(optimizer, 1.0, torch.zeros((), dtype=torch.bool, device=task.device))
     return [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
 
 
-def agreement(part: Part) -> Line:
+def agreement(task: Task) -> Line:
     """Largest difference of a tensor's updates, of their norm."""
-    pairs = zip(*(updates(part, OPTIMIZERS[f"lars {name}"]) for name in ("torch", "triton")), strict=True)
-    worst = max(((a - b).norm() / a.norm()).item() for a, b in pairs)
+    pairs = zip(*(updates(task, OPTIMIZERS[f"lars {name}"]) for name in ("torch", "triton")), strict=True)
+    worst = torch.stack([(a - b).norm() / a.norm() for a, b in pairs]).max().item()  # NaN if any is
     line: Line = {"name": "lars agreement", "said": f"{worst:.1e}", "difference": worst}
     if not worst <= TOLERANCE:
         line["problem"] = f"triton's updates differ from torch's by more than {TOLERANCE:.0e}"
     return line
 
 
-def time_optimizers(part: Part) -> Iterator[Line]:
+def time_optimizers(task: Task) -> Iterator[Line]:
     """Agreement, then a line for each optimizer."""
-    yield agreement(part)
-    sound = torch.zeros((), dtype=torch.bool, device=part.device)
+    yield agreement(task)
+    sound = torch.zeros((), dtype=torch.bool, device=task.device)
     steps: dict[str, Callable[[], Any]] = {}
     for name, config in OPTIMIZERS.items():
-        if part.tiny and config.backend == "triton":  # seconds an update
+        if task.tiny and config.backend == "triton":  # seconds an update
             continue
-        optimizer = build_optimizer(model_of(part), config, part.device)
+        optimizer = build_optimizer(model_of(task), config, task.device)
         steps[name] = lambda optimizer=optimizer: update(optimizer, 1e-9, sound)
         steps[name]()  # compiles
-        without_waiting(steps[name], part.device)
+        without_waiting(steps[name], task.device)
     for kind in ("foreach", "fused"):
-        steps[f"sgd {kind}"] = torch.optim.SGD(model_of(part).parameters(), 1e-9, momentum=0.9, **{kind: True}).step
-    windows = {name: timed(step, part.device) for name, step in steps.items()}
-    for name, us in take_turns(windows, 0.1 if part.tiny else 5.0).items():
+        steps[f"sgd {kind}"] = torch.optim.SGD(model_of(task).parameters(), 1e-9, momentum=0.9, **{kind: True}).step
+    windows = {name: timed(step, task.device) for name, step in steps.items()}
+    for name, us in take_turns(windows, 0.1 if task.tiny else 5.0).items():
         figure = spread([each / 1e3 for each in us])
         line: Line = {"name": name, "said": f"{figure['median']:.3f} ms", "milliseconds": figure}
-        if name == "lars triton" and part.device.type == "cuda" and figure["median"] > LARS_AIM_MS:
+        if name == "lars triton" and task.device.type == "cuda" and figure["median"] > LARS_AIM_MS:
             line["problem"] = f"the aim is {LARS_AIM_MS} ms"
         yield line
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from tests.gpu.part import Line, Part, in_words, main
+from tests.gpu.part import Line, Task, in_words, main
 from trainer.bench import compute
 from trainer.bench.phases import profile_steps
 from trainer.bench.synthetic import synthetic_run
@@ -45,20 +45,20 @@ SECONDS = 8.0
 KERNELS = 25  # of the longest, that are listed
 
 
-def time_steps(part: Part) -> Iterator[Line]:
+def time_steps(task: Task) -> Iterator[Line]:
     """The lines of the variants that the command names."""
-    for name in part.words:
-        yield from measure(name, part)
+    for name in task.words:
+        yield from measure(name, task)
         torch.cuda.empty_cache()
 
 
-def measure(name: str, part: Part) -> Iterator[Line]:
+def measure(name: str, task: Task) -> Iterator[Line]:
     """Figures as they come."""
-    config = config_of(name, part.tiny)
-    settings = compute.sizes(config, part.device, Ranks())
+    config = config_of(name, task.tiny)
+    settings = compute.sizes(config, task.device, Ranks())
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run = synthetic_run(config, Ranks(), part.device, Path(folder))
+            run = synthetic_run(config, Ranks(), task.device, Path(folder))
             if run.step.loss_scale is not None:
                 run.step.loss_scale.scale.fill_(2.0**8)  # which a run finds by failing first
             step = compute.FixedSteps(run)
@@ -75,7 +75,7 @@ def measure(name: str, part: Part) -> Iterator[Line]:
         **settings,
     }
     step.take_failed()
-    figures = compute.step_figures(compute.step_times(step, 0.1 if part.tiny else SECONDS), run)
+    figures = compute.step_figures(compute.step_times(step, 0.1 if task.tiny else SECONDS), run)
     memory = compute.peak_memory(run.device)
     failed = step.take_failed()
     said = f"{figures['views_per_s']:,.0f} views/s, {figures['step_ms']['median']:.1f} ms"

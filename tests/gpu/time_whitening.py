@@ -14,7 +14,7 @@ import torch
 
 from kernels import whitening_triton
 from kernels.whitening import whiten
-from tests.gpu.part import Line, Part, in_words, main, window_without_launches
+from tests.gpu.part import Line, Task, in_words, main, window_without_launches
 from trainer.bench.implementations import loop_whiten
 from trainer.bench.timing import Window, spread, take_turns, timed
 
@@ -31,20 +31,20 @@ VARIANTS: dict[str, tuple[str, int | None]] = {  # -> backend, warps of the fact
 }
 
 
-def time_whitening(part: Part) -> Iterator[Line]:
+def time_whitening(task: Task) -> Iterator[Line]:
     """A line for each size and variant, then the targets of the size."""
-    for size in ((1, 5, 2),) if part.tiny else SIZES:
-        x, gradient = torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(part.device)
+    for size in ((1, 5, 2),) if task.tiny else SIZES:
+        x, gradient = torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(task.device)
         windows: dict[str, Window] = {}
-        for name in ("torch", "triton", LOOP) if part.tiny else (*VARIANTS, LOOP):
+        for name in ("torch", "triton", LOOP) if task.tiny else (*VARIANTS, LOOP):
             try:
                 windows[name] = window_of(name, x, gradient)
             except Exception as error:  # the others are still measured
                 yield {"name": f"{size[0]} slices, {name}", "problem": in_words(error)}
-        spreads = {name: spread(us) for name, us in take_turns(windows, 0.1 if part.tiny else SECONDS).items()}
+        spreads = {name: spread(us) for name, us in take_turns(windows, 0.1 if task.tiny else SECONDS).items()}
         for name, figure in spreads.items():
             yield {"name": f"{size[0]} slices, {name}", "said": f"{figure['median']:.0f} us", "microseconds": figure}
-        if not part.tiny:
+        if not task.tiny:
             yield judge(size[0], {name: figure["median"] for name, figure in spreads.items()})
 
 
@@ -81,7 +81,10 @@ def judge(slices: int, medians: dict[str, float]) -> Line:
     """The fastest variant against the targets."""
     best = min(medians, key=medians.__getitem__)
     times = medians.get(LOOP, float("nan")) / medians[best]
-    line: Line = {"name": f"{slices} slices", "said": f"best {best} {medians[best]:.0f} us, {times:.0f} times the loop"}
+    line: Line = {
+        "name": f"{slices} slices",
+        "said": f"best {best} {medians[best]:.0f} us, {times:.0f} times as fast as the loop",
+    }
     if medians[best] > TARGETS[slices] or not times >= LOOP_TARGET:
         line["problem"] = f"the targets are {TARGETS[slices]:.0f} us and {LOOP_TARGET:.0f} times"
     return line

@@ -24,11 +24,10 @@ from tests.conftest import ROOT
 from tests.gpu import __main__ as program
 from tests.gpu import check_kernels, check_step, check_views, part, time_images, time_step, time_whitening
 from tests.gpu.check_step import Variant
-from tests.gpu.part import Line
-from tests.gpu.part import Part as Words
+from tests.gpu.part import Line, Task
 
 CPU = torch.device("cpu")
-TINY = Words([], CPU, tiny=True)
+TINY = Task([], CPU, tiny=True)
 VARIANT = {"torch": {"backend": "torch"}}
 
 
@@ -233,7 +232,7 @@ def test_a_graph_that_does_not_follow_its_input_is_noticed(replays: bool, monkey
 
 def test_targets_of_the_whitening() -> None:
     good = time_whitening.judge(4, {"torch": 999.0, "triton": 149.0, "loop": 3000.0})
-    assert good["said"] == "best triton 149 us, 20 times the loop"
+    assert good["said"] == "best triton 149 us, 20 times as fast as the loop"
     assert "problem" not in good
     assert "400 us" in time_whitening.judge(64, {"triton": 401.0, "loop": 9000.0})["problem"]
     assert "20 times" in time_whitening.judge(64, {"triton": 399.0, "loop": 7900.0})["problem"]
