@@ -23,17 +23,17 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.bench.loading import Loaders, endless_loader, in_turns
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, decoded_bytes
-from trainer.data.formats import decode_rgb
+from trainer.data.image_probe import decode_rgb
 from trainer.data.index import Index, open_index
 from trainer.data.prepare import prepare
 from trainer.data.shard_writer import Shrink
-from trainer.device import choose_device
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
 from trainer.errors import BAD_INPUT, DONE, InputError
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 SIDES = (160, 128)
 MAX_SIDE = 400

@@ -25,7 +25,7 @@ from trainer.bench.implementations import drop_refusing, runnable_backends
 from trainer.bench.sweep import WhiteningSize, whitening_steps
 from trainer.bench.timing import MIN_WINDOWS, take_turns, timed
 from trainer.files import write_text
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 SLICES = (1, 4, 16, 64, 256)
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # with M = 2k rows, as in the paper

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import whitening_reference
 from kernels.backends import BACKENDS, fastest_backend, why_not
-from kernels.operator import Whiten
+from kernels.torch_ops import Whiten
 
 _logger = logging.getLogger(__name__)
 

@@ -69,8 +69,8 @@ def save_unchecked(folder: Path, content: dict[str, Any]) -> Path:
     """Write a checkpoint as it is, whatever its weights hold."""
     import torch
 
-    from trainer.checkpoint import content_digest
-    from trainer.checkpoint_files import checkpoint_path
+    from trainer.run.checkpoint import content_digest
+    from trainer.run.checkpoint_files import checkpoint_path
 
     path = checkpoint_path(folder, content["step"])
     torch.save({**content, "sha256": content_digest(content)}, path)
@@ -126,7 +126,7 @@ def _break_saves(faults: Faults) -> None:
     number, place = faults.kill_in_save
     if number == NEVER and faults.full_disk[0] == NEVER:
         return
-    from trainer import checkpoint
+    from trainer.run import checkpoint
 
     plain_write = checkpoint.atomic_write
     saves = 0

@@ -27,9 +27,9 @@ import torch
 from PIL import Image
 
 from tests.conftest import ROOT, TINY
-from trainer.data.check import check_data
 from trainer.data.index import open_index
-from trainer.machine import provenance
+from trainer.data.verify import check_data
+from trainer.run.machine import provenance
 
 SAMPLES, SOUND_SHARE, STEP = 12, 0.3, 16
 Contents = dict[str, bytes]

@@ -27,7 +27,7 @@ from tests.conftest import TINY, write_images
 from tests.faults import Faults, start
 from tests.integration.run_files import checkpoint, metrics
 from trainer.files import write_text
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 MARK = "<!-- soak -->"
 STEPS = 9  # of TINY

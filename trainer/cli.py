@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import trainer
-from trainer.config_names import closest
+from trainer.config.names import closest
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, exit_code_of
-from trainer.signals import StopRequest
+from trainer.run.signals import StopRequest
 
 Words = Sequence[str]
 
 
 def main(words: Words | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 75 preempted."""
-    from trainer.terminal import lasting_stderr
+    from trainer.tools.terminal import lasting_stderr
 
     with lasting_stderr():
         return _main(words)
@@ -92,7 +92,7 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple
     if "--help" in words or "-h" in words:
         from jsonargparse import ArgumentParser
 
-        from trainer.config_load import add_config_arguments
+        from trainer.config.loading import add_config_arguments
 
         settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
         add_config_arguments(settings)
@@ -132,19 +132,19 @@ def pretrain(words: Words) -> int:
     )
     parser.add_argument("--ranks", type=int, metavar="R", help="number of ranks that the dry run assumes (default 1)")
     own, settings = _parse_with_settings(parser, words)
-    from trainer.signals import stop_on_signals
+    from trainer.run.signals import stop_on_signals
 
     with stop_on_signals() as stop:  # before the imports that take seconds: a scheduler's signal may come at any time
         return _pretrain(own, settings, stop)
 
 
 def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> int:
-    from trainer.config_load import load_settings
+    from trainer.config.loading import load_settings
 
     config, sources = load_settings(own.config, settings)
     ranks = _number_of_ranks(own)
     if own.dry_run:
-        from trainer.describe import dry_run
+        from trainer.tools.dry_run import dry_run
 
         print("\n".join(dry_run(config, ranks)))
         return DONE
@@ -198,8 +198,8 @@ def preview(words: Words) -> int:
     )
     parser.add_argument("--images", type=int, default=8, metavar="N", help="number of images, one a row (default 8)")
     own, settings = _parse_with_settings(parser, words)
-    from trainer.config_load import load_config
-    from trainer.preview import write_preview
+    from trainer.config.loading import load_config
+    from trainer.tools.preview import write_preview
 
     print(write_preview(load_config(own.config, settings), own.images, own.out))
     return DONE
@@ -277,7 +277,7 @@ def bench(words: Words) -> int:
 
 def demo(words: Words) -> int:
     """Train on real images in minutes, measure what was learnt, end with a table and a picture."""
-    from trainer.demo import add_arguments, run_demo
+    from trainer.tools.demo import add_arguments, run_demo
 
     parser = _parser(demo)
     add_arguments(parser)

@@ -15,30 +15,30 @@ from typing import Any
 
 import torch
 
-from trainer.board import Board
-from trainer.cluster.peers import is_of_lost_rank
-from trainer.cluster.ranks import Ranks, find_ranks
-from trainer.commit import git_commit
-from trainer.config import Config, flatten
-from trainer.config_load import save_config
+from trainer.config.loading import save_config
+from trainer.config.schema import Config, flatten
 from trainer.data.loader import Batch, ViewLoader
 from trainer.data.plan import PLAN_VERSION
-from trainer.describe import describe_run
-from trainer.device import choose_device, memory_gib
-from trainer.distributed import peers, process_group, step_seconds
+from trainer.distributed.device import choose_device, memory_gib
+from trainer.distributed.geometry import usable_ranks
+from trainer.distributed.peers import is_of_lost_rank
+from trainer.distributed.process_group import peers, process_group, step_seconds
+from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import DONE, PREEMPTED, InputError, TrainingFailedError, exit_code_of
-from trainer.faults import FaultCounter
 from trainer.files import describe_os_error
-from trainer.geometry import usable_ranks
 from trainer.metrics import Clock, DelayedMetrics, LossSums, MetricsWriter, count_bad_images
-from trainer.resume import resume, save
-from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
-from trainer.run_state import RunState, note_lost_rank_0, wait_for_end
-from trainer.saver import Saver
+from trainer.run.commit import git_commit
+from trainer.run.faults import FaultCounter
+from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
+from trainer.run.resume import resume, save
+from trainer.run.saver import Saver
+from trainer.run.signals import GO_ON, PREEMPT, STOP, StopRequest
+from trainer.run.state import RunState, note_lost_rank_0, wait_for_end
+from trainer.run.tensorboard import Board
+from trainer.run.watchdog import Watchdog
 from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, set_up
-from trainer.signals import GO_ON, PREEMPT, STOP, StopRequest
-from trainer.watchdog import Watchdog
+from trainer.tools.dry_run import describe_run
 
 _LOCK_SECONDS = 120.0  # a file server may hold the lock of a node that has died for a while
 _HOST_DELAY = 2  # steps after which the host reads what a step left on the device

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.board import GROUPS, Board
-from trainer.cluster.ranks import Ranks
-from trainer.data.bad_images import read_quarantine
-from trainer.faults import CollapseWatch
+from trainer.data.quarantine import read_quarantine
+from trainer.distributed.ranks import Ranks
 from trainer.files import write_text
 from trainer.progress import RunBar
+from trainer.run.faults import CollapseWatch
+from trainer.run.tensorboard import GROUPS, Board
 from trainer.step import StepResult
 
 _log = logging.getLogger(__name__)

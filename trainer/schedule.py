@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config import Config
+from trainer.config.schema import Config
 
 
 @dataclass(frozen=True)

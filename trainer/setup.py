@@ -15,17 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.backends import why_not
-from trainer.checkpoint import load_encoder
-from trainer.checkpoint_files import list_checkpoints
-from trainer.cluster.cores import own_cores
-from trainer.cluster.ranks import Ranks, job_key
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.data.decode_cache import SHARED_MEMORY, DecodeCache, check_cache_size, decoded_bytes
 from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows, slice_permutations
-from trainer.device import autocast_dtype, compiles
-from trainer.distributed import (
+from trainer.distributed.cores import own_cores
+from trainer.distributed.device import autocast_dtype, compiles
+from trainer.distributed.geometry import micro_batches, own_rows, rows_together, slice_group_size
+from trainer.distributed.process_group import (
     make_batch_norm_group,
     make_slice_group,
     one_rank_a_node_first,
@@ -33,15 +31,17 @@ from trainer.distributed import (
     require_same,
     wrap_model,
 )
+from trainer.distributed.ranks import Ranks, job_key
 from trainer.errors import InputError
-from trainer.faults import FaultCounter
 from trainer.files import atomic_write
-from trainer.geometry import micro_batches, own_rows, rows_together, slice_group_size
-from trainer.model import build_model
+from trainer.models.networks import build_model
 from trainer.optimizer import build_optimizer
-from trainer.run_plan import check_set_size
+from trainer.run.checkpoint import load_encoder
+from trainer.run.checkpoint_files import list_checkpoints
+from trainer.run.faults import FaultCounter
 from trainer.schedule import Schedule, build_schedule, side_steps
 from trainer.step import TrainStep
+from trainer.tools.run_plan import check_set_size
 
 _log = logging.getLogger(__name__)
 _INDUCTOR_MODES = {  # (autotune, cuda_graphs)

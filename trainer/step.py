@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from trainer.batch_norm import BatchNormStatistics
-from trainer.cluster.ranks import Ranks
-from trainer.config import LossConfig
-from trainer.distributed import agree
-from trainer.faults import GRADIENT_FAULT, fault_code, fault_codes
-from trainer.loss_scale import LossScale
-from trainer.losses.gather import gather_rows
+from trainer.config.schema import LossConfig
+from trainer.distributed.gather import gather_rows
+from trainer.distributed.process_group import agree
+from trainer.distributed.ranks import Ranks
+from trainer.grad_scaler import LossScale
 from trainer.losses.wmse import wmse_loss_with_status
+from trainer.models.batch_norm import BatchNormStatistics
 from trainer.optimizer import update
+from trainer.run.faults import GRADIENT_FAULT, fault_code, fault_codes
 
 
 class StepResult(NamedTuple):
@@ -57,7 +57,7 @@ class TrainStep:
         slice_group: Any = None,
         accumulation_steps: int = 1,
     ) -> None:
-        """model: from `distributed.wrap_model`. autocast_dtype: None for float32 throughout; with float16 the loss is scaled.
+        """model: from `process_group.wrap_model`. autocast_dtype: None for float32 throughout; with float16 the loss is scaled.
 
         slice_group: process group whose rows are whitened together; None: this rank's own rows.
         accumulation_steps: parts of a rank's images, each of whole slices, that go through one after the other.

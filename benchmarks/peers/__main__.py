@@ -22,13 +22,13 @@ from rich.table import Table
 from benchmarks.peers.loaders import compare_loaders
 from benchmarks.peers.optimizers import compare_optimizers
 from trainer.bench.loss import bench_config
-from trainer.cluster.cores import own_cores
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.config_load import load_config
-from trainer.device import choose_device
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
+from trainer.distributed.cores import own_cores
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
 from trainer.errors import BAD_INPUT, DONE, InputError
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 PARTS = ("loader", "loss", "optimizer")
 

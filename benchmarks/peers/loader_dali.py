@@ -17,9 +17,9 @@ from typing import Any
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-from trainer.cluster.cores import own_cores
-from trainer.config import Config, ViewsConfig
+from trainer.config.schema import Config, ViewsConfig
 from trainer.data.index import open_index
+from trainer.distributed.cores import own_cores
 from trainer.errors import InputError
 
 INTERPOLATION = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}

@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision.transforms import v2
 
-from trainer.config import Config, ViewsConfig
+from trainer.config.schema import Config, ViewsConfig
 from trainer.data.index import Index, open_index
 
 MODES = {"bicubic": v2.InterpolationMode.BICUBIC, "bilinear": v2.InterpolationMode.BILINEAR}

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.peers.loader_dali import dali_batches
 from benchmarks.peers.loader_torchvision import torchvision_batches
 from trainer.bench.loading import WARMUP_STEPS, Loaders, endless_loader, in_turns
-from trainer.config import Config
+from trainer.config.schema import Config
 
 
 def loaders(config: Config, workers: int) -> Loaders:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.bench.timing import Window, spread, take_turns, timed_after
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config, OptimizerConfig
-from trainer.model import build_model
+from trainer.config.schema import Config, OptimizerConfig
+from trainer.distributed.ranks import Ranks
+from trainer.models.networks import build_model
 from trainer.optimizer import build_optimizer, update
 
 RATE = 1e-3  # with gradients of 1e-3 weights stay about what they are, however many updates a window makes

@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.config import ViewsConfig
+from trainer.config.schema import ViewsConfig
+from trainer.data.dali_graph import Placement, eval_arrays, eval_recipe, view_arrays, view_pipeline
 from trainer.data.plan import Plan, Planner, Rows
-from trainer.data.views import Placement, eval_arrays, eval_recipe, view_arrays, view_pipeline
 
 
 def draw_plan(recipe: ViewsConfig, num_images: int, seed: int = 1) -> Plan:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.bad_images import BadImages, drop_quarantine_after, read_quarantine
+from trainer.data.quarantine import BadImages, drop_quarantine_after, read_quarantine
 from trainer.errors import InputError
 
 

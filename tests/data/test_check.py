@@ -7,8 +7,8 @@ import pytest
 from pictures import damaged_png, encoded, image, make_folder, make_tar, shared
 
 from trainer.cli import main
-from trainer.data.check import check_data
 from trainer.data.prepare import prepare
+from trainer.data.verify import check_data
 from trainer.errors import InputError
 
 JPEG = encoded("JPEG")

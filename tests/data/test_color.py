@@ -9,7 +9,7 @@ import torch
 import torchvision.transforms.v2.functional as F
 from drawing import draw_plan
 
-from trainer.config import ViewsConfig
+from trainer.config.schema import ViewsConfig
 from trainer.data.color import color_matrices
 from trainer.data.plan import Plan
 

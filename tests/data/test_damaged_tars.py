@@ -12,9 +12,9 @@ from pictures import encoded, image, make_tar
 
 from tests.conftest import write_images
 from trainer.cli import main
-from trainer.data.check import check_data
 from trainer.data.index import open_index
 from trainer.data.prepare import prepare
+from trainer.data.verify import check_data
 from trainer.errors import InputError
 
 COUNT = 6

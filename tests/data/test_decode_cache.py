@@ -11,9 +11,9 @@ import pytest
 from pictures import encoded, image, make_folder
 from test_loader import CPU, PER_STEP, RECIPE, keep, picture_files, planner, same
 
-from trainer.config import DataConfig
+from trainer.config.schema import DataConfig
 from trainer.data.decode_cache import DecodeCache, check_cache_size, decoded_bytes
-from trainer.data.formats import decode_rgb
+from trainer.data.image_probe import decode_rgb
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.errors import InputError

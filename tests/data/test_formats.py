@@ -12,7 +12,7 @@ import pytest
 from pictures import damaged_png, encoded, image, png_16_bit, png_chunks, shared
 from PIL import Image
 
-from trainer.data.formats import HEAD_BYTES, decode_rgb, inspect_head, inspect_image, to_direct
+from trainer.data.image_probe import HEAD_BYTES, decode_rgb, inspect_head, inspect_image, to_direct
 from trainer.errors import InputError
 
 JPEG, PNG = encoded("JPEG"), encoded("PNG")
@@ -193,7 +193,7 @@ DALI_PROGRAM = """
 import pickle, sys
 import numpy as np
 from nvidia.dali import fn, pipeline_def
-from trainer.data.views import Placement, decode
+from trainer.data.dali_graph import Placement, decode
 
 @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
 def graph():

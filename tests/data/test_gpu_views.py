@@ -9,12 +9,12 @@ import torch
 from pictures import encoded, image, make_folder
 from torch import Tensor
 
-from trainer.config import DataConfig, ViewsConfig
-from trainer.data.formats import decode_rgb, inspect_image
+from trainer.config.schema import DataConfig, ViewsConfig
+from trainer.data.dali_graph import eval_recipe
+from trainer.data.image_probe import decode_rgb, inspect_image
 from trainer.data.index import Index, open_index
 from trainer.data.loader import Batch, ViewLoader, eval_requests, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.data.views import eval_recipe
 
 pytest.importorskip("nvidia.dali")
 pytestmark = [

@@ -15,9 +15,9 @@ from pictures import encoded, image, make_folder, make_tar, shared
 
 from tests.conftest import write_images
 from trainer.data import index as index_module
-from trainer.data.check import check_data
 from trainer.data.index import Index, open_index
 from trainer.data.index_file import IndexContent, compute_fingerprint, read_index, write_index
+from trainer.data.verify import check_data
 from trainer.errors import InputError
 
 JPEG = encoded("JPEG")

@@ -16,12 +16,12 @@ import torchvision.transforms.v2.functional as F
 from pictures import damaged_png, encoded, image, make_folder, png_16_bit
 from PIL import Image
 
-from trainer.config import DataConfig, ViewsConfig
-from trainer.data.bad_images import drop_quarantine_after, read_quarantine
+from trainer.config.schema import DataConfig, ViewsConfig
+from trainer.data.dali_graph import eval_recipe, view_arrays, view_pipeline
 from trainer.data.index import Index, open_index
 from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.data.views import eval_recipe, view_arrays, view_pipeline
+from trainer.data.quarantine import drop_quarantine_after, read_quarantine
 from trainer.errors import InputError
 
 RECIPE = ViewsConfig(num_views=2, side=16, test_resize=16)

@@ -9,9 +9,9 @@ import pytest
 from pictures import encoded, make_folder, make_tar
 
 from trainer.cli import main
-from trainer.data.check import check_data
 from trainer.data.index import open_index
 from trainer.data.index_file import _HEADER, MAGIC, VERSION, read_index
+from trainer.data.verify import check_data
 from trainer.errors import InputError
 
 ODD = "a\n\x1b[2Jb" + os.fsdecode(b"\xff")

@@ -9,15 +9,15 @@ import pytest
 import torch
 from pictures import damaged_png, encoded, image, make_folder, png_chunks
 
-from trainer.config import DataConfig, ViewsConfig
-from trainer.data.check import check_data
+from trainer.config.schema import DataConfig, ViewsConfig
+from trainer.data.dali_graph import eval_recipe
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.decoding import decode, decode_by_dali
-from trainer.data.formats import inspect_image
+from trainer.data.image_probe import inspect_image
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, eval_requests, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.data.views import eval_recipe
+from trainer.data.verify import check_data
 from trainer.errors import InputError
 
 RECIPE = ViewsConfig(num_views=2, side=16, test_resize=16)
@@ -130,8 +130,8 @@ def test_the_samples_are_those_on_which_the_two_decoders_differ() -> None:
 def test_pixels_decoded_alone_are_those_of_a_batch(data: bytes) -> None:
     from nvidia.dali import fn, pipeline_def
 
-    from trainer.data.views import Placement
-    from trainer.data.views import decode as decode_in_graph
+    from trainer.data.dali_graph import Placement
+    from trainer.data.dali_graph import decode as decode_in_graph
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=None)
     def graph():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import ViewsConfig
+from trainer.config.schema import ViewsConfig
 from trainer.data.plan import PLAN_VERSION, Plan, Planner, Rows, crop_windows, epoch_order, slice_permutations
 
 RECIPE = ViewsConfig(num_views=3, brightness=0.4, contrast=0.5, saturation=1.2, hue=0.1, blur_sigma=(0.1, 2.0))

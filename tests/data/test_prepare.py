@@ -17,13 +17,13 @@ import torchvision
 from pictures import encoded, image, make_folder, png_16_bit, png_chunks, shared
 from PIL import Image
 
-from trainer.data import sets
-from trainer.data.check import check_data
-from trainer.data.formats import inspect_image
+from trainer.data import named_datasets as sets
+from trainer.data.image_probe import inspect_image
 from trainer.data.index import open_index
+from trainer.data.named_datasets import ArraySplit, KnownSet
 from trainer.data.prepare import prepare
-from trainer.data.sets import ArraySplit, KnownSet
 from trainer.data.shard_writer import Shrink, choose_images
+from trainer.data.verify import check_data
 from trainer.errors import InputError
 
 module = sys.modules["trainer.data.prepare"]

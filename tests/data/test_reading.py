@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from pictures import encoded, make_folder, make_tar
 
-import trainer.data.reading as reading
-from trainer.data.check import check_data
+import trainer.data.reader as reading
 from trainer.data.index import Index, open_index
 from trainer.data.index_build import _inspect_file as inspect_file
-from trainer.data.reading import ImageReader
+from trainer.data.reader import ImageReader
+from trainer.data.verify import check_data
 from trainer.errors import InputError
 
 PICTURES = {f"train/c/{i}.png": encoded("PNG") for i in range(4)}

@@ -17,10 +17,10 @@ from pictures import image, shared
 from PIL import Image
 
 from tests.conftest import ROOT
-from trainer.config import ViewsConfig
+from tests.data.reference_views import reference_views
+from trainer.config.schema import ViewsConfig
 from trainer.data.color import color_matrices
-from trainer.data.reference import reference_views
-from trainer.data.views import Placement, decode, view_arrays
+from trainer.data.dali_graph import Placement, decode, view_arrays
 
 BORDER = 16
 PLAIN = ViewsConfig(num_views=2, side=96, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu.part import Line, Task, attempt, main, without_waiting
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config, LossConfig, ModelConfig, ViewsConfig
-from trainer.device import autocast_dtype
-from trainer.model import build_model
+from trainer.config.schema import Config, LossConfig, ModelConfig, ViewsConfig
+from trainer.distributed.device import autocast_dtype
+from trainer.distributed.ranks import Ranks
+from trainer.models.networks import build_model
 from trainer.optimizer import build_optimizer
 from trainer.setup import compile_model
 from trainer.step import TrainStep

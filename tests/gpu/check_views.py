@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.gpu.make_set import make_set
 from tests.gpu.part import Line, Task, main
-from trainer.config import DataConfig, ViewsConfig
+from trainer.config.schema import DataConfig, ViewsConfig
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows

@@ -13,7 +13,7 @@ import torch
 
 from tests.gpu.__main__ import SKIPPED
 from trainer.bench.timing import Window, timed
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 Line = dict[str, Any]
 """What was found. name: of what; said: in words; problem: what is wrong, if anything is; all else: figures for JSON."""

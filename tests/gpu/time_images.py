@@ -18,7 +18,7 @@ from tests.gpu.time_step import RECIPE, TINY
 from trainer.bench.end2end import bench_end2end
 from trainer.bench.loader import bench_loader
 from trainer.bench.timing import spread
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.loop import train
 
 SAMPLE_SECONDS = 0.2

@@ -14,9 +14,9 @@ from torch import nn
 from tests.gpu.part import Line, Task, main, without_waiting
 from tests.gpu.time_step import RECIPE, TINY
 from trainer.bench.timing import spread, take_turns, timed
-from trainer.cluster.ranks import Ranks
-from trainer.config import OptimizerConfig
-from trainer.model import build_model
+from trainer.config.schema import OptimizerConfig
+from trainer.distributed.ranks import Ranks
+from trainer.models.networks import build_model
 from trainer.optimizer import build_optimizer, update
 
 OPTIMIZERS = {

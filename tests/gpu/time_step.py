@@ -21,8 +21,8 @@ from tests.gpu.part import Line, Task, in_words, main
 from trainer.bench import compute
 from trainer.bench.phases import profile_steps
 from trainer.bench.synthetic import synthetic_run
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config, DataConfig, LossConfig, ModelConfig, ViewsConfig
+from trainer.config.schema import Config, DataConfig, LossConfig, ModelConfig, ViewsConfig
+from trainer.distributed.ranks import Ranks
 
 RECIPE = Config(data=DataConfig(images_per_step=256))  # the defaults are the recipe's, but for its BatchNorm over ranks
 TINY = Config(

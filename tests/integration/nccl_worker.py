@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.cluster.ranks import find_ranks
-from trainer.config import Config
-from trainer.distributed import process_group
+from trainer.config.schema import Config
+from trainer.distributed.process_group import process_group
+from trainer.distributed.ranks import find_ranks
 from trainer.errors import InputError
-from trainer.run_folder import start_logging
+from trainer.run.folder import start_logging
 
 ERRORS = {"InputError": InputError, "RuntimeError": RuntimeError}
 plain_init = dist.init_process_group

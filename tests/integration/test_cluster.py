@@ -84,7 +84,7 @@ def test_a_requeued_job_that_was_asked_to_stop_saves_once_and_ends(
     words: Callable[..., Words], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after the loss of a node: `wmse stop` was called while nothing ran."""
-    monkeypatch.setattr("trainer.run_state._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("trainer.run.state._LOOK_SECONDS", 0.01)
     assert main([str(word) for word in words(*LONG, "--max_steps", "1")]) == 0
     (tmp_path / "run" / "stop").write_text("5")
     monkeypatch.setenv("SLURM_JOB_ID", "5")

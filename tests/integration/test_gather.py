@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from trainer.distributed.gather import gather_rows
 from trainer.errors import InputError
-from trainer.losses.gather import gather_rows
 from trainer.losses.wmse import draw_permutations, wmse_loss
 
 RANKS, IMAGES_PER_RANK, FEATURES, SIZE, SLICE_SIZE = 2, 6, 7, 4, 12

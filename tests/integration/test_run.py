@@ -19,14 +19,14 @@ from tests.conftest import ROOT, write_images
 from tests.integration.launch import wmse
 from tests.integration.run_files import checkpoint, metrics, state
 from tests.unit.test_checkpoint import files_up_to
-from trainer.checkpoint import save_checkpoint
-from trainer.checkpoint_files import list_checkpoints
 from trainer.cli import main
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
 from trainer.data.decode_cache import SHARED_MEMORY
 from trainer.data.index import Index
+from trainer.run.checkpoint import save_checkpoint
+from trainer.run.checkpoint_files import list_checkpoints
+from trainer.run.signals import StopRequest
 from trainer.schedule import build_schedule
-from trainer.signals import StopRequest
 
 
 def pretrain(config: Path, data: Path, run_dir: Path, *more: str) -> int:
@@ -154,7 +154,7 @@ def test_a_stop_asked_for_is_met_two_steps_later(
     """Where that is the last step of this call anyway, nothing was cut short."""
     request = StopRequest()
     request.ask()
-    monkeypatch.setattr("trainer.signals.stop_on_signals", lambda: nullcontext(request))
+    monkeypatch.setattr("trainer.run.signals.stop_on_signals", lambda: nullcontext(request))
     assert pretrain(tiny_config, tiny_set, tmp_path, "--max_steps", max_steps) == code
     assert state(tmp_path) == (status, code, 3)
     assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [3]

@@ -10,7 +10,7 @@ from tests.faults import start
 from tests.integration.launch import run
 from tests.integration.two_ranks_worker import CASES
 from trainer.cli import main
-from trainer.faults import describe_fault
+from trainer.run.faults import describe_fault
 
 WORKER = "tests/integration/two_ranks_worker.py"
 Results = dict[str, dict[str, torch.Tensor]]

@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from trainer.cluster.ranks import find_ranks
-from trainer.config import Config, LossConfig, ModelConfig, ViewsConfig
+from trainer.config.schema import Config, LossConfig, ModelConfig, ViewsConfig
 from trainer.data.plan import Rows, slice_permutations
-from trainer.distributed import make_batch_norm_group, make_slice_group, process_group, wrap_model
-from trainer.geometry import own_rows, slice_group_size
+from trainer.distributed.geometry import own_rows, slice_group_size
+from trainer.distributed.process_group import make_batch_norm_group, make_slice_group, process_group, wrap_model
+from trainer.distributed.ranks import find_ranks
 from trainer.metrics import LossSums
-from trainer.model import Model
+from trainer.models.networks import Model
 from trainer.setup import compile_model
 from trainer.step import StepResult, TrainStep
 

@@ -1,4 +1,4 @@
-"""kernels.operator: one node for autograd, one operator for torch.compile, no second derivative."""
+"""kernels.torch_ops: one node for autograd, one operator for torch.compile, no second derivative."""
 
 import shutil
 

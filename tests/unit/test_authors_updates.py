@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
-from trainer.model import build_model
+from trainer.config.schema import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
+from trainer.distributed.ranks import Ranks
+from trainer.models.networks import build_model
 from trainer.optimizer import build_optimizer
 from trainer.schedule import build_schedule
 from trainer.step import TrainStep

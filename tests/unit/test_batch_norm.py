@@ -10,9 +10,9 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from trainer.batch_norm import BatchNormStatistics, ViewBatchNorm, convert_batch_norm, stop_counting_batches
-from trainer.config import ModelConfig, ViewsConfig
-from trainer.model import Model
+from trainer.config.schema import ModelConfig, ViewsConfig
+from trainer.models.batch_norm import BatchNormStatistics, ViewBatchNorm, convert_batch_norm, stop_counting_batches
+from trainer.models.networks import Model
 
 
 def test_per_view_is_a_batch_norm_of_each_view_in_turn() -> None:

@@ -11,13 +11,13 @@ from torch import nn
 
 from trainer.bench import checkpoint as bench
 from trainer.bench.checkpoint import MIN_SAVES, bench_checkpoint
-from trainer.checkpoint import load_checkpoint
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.config_load import load_config
-from trainer.device import choose_device
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.model import build_model
+from trainer.models.networks import build_model
+from trainer.run.checkpoint import load_checkpoint
 
 
 @pytest.fixture

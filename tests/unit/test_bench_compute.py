@@ -11,9 +11,9 @@ import torch
 from trainer.bench import compute, floor, roofline
 from trainer.bench.compute import BATCH_NORMS, WARMUP_STEPS, bench_compute, measure_compute, take_agreed_turns
 from trainer.bench.phases import PHASES
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
+from trainer.distributed.ranks import Ranks
 
 CPU = torch.device("cpu")
 

@@ -22,10 +22,10 @@ from trainer.bench.end2end import (
     window_rates,
 )
 from trainer.bench.phases import PHASES, host_ranges
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
 from trainer.loop import train
-from trainer.run_state import RunState
-from trainer.signals import StopRequest
+from trainer.run.signals import StopRequest
+from trainer.run.state import RunState
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import torch
 from trainer.bench import growth
 from trainer.bench.cli import GROWTH_LINES
 from trainer.bench.growth import Step, _child, _in_turns, _set_point, bench_growth
-from trainer.config import Config
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
 
 CPU = torch.device("cpu")
 FIGURE = {"median": 1.0, "quartile_1": 1.0, "quartile_3": 1.0}

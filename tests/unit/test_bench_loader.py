@@ -13,8 +13,8 @@ from trainer.bench import loading
 from trainer.bench.loader import bench_loader
 from trainer.bench.loader_sweep import bench_loader_sweep, grid, words
 from trainer.bench.loading import ColdIndex, endless_loader
-from trainer.config import Config
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
 from trainer.data.index import open_index
 from trainer.data.loader import Batch
 from trainer.data.prepare import prepare

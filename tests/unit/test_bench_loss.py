@@ -14,10 +14,10 @@ from trainer.bench.implementations import drop_refusing, loop_loss, runnable_bac
 from trainer.bench.loss import MODES, bench_loss
 from trainer.bench.shapes import RECIPE_SHAPES, LossShape, parse_shapes, shape_of_config
 from trainer.cli import main
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
 from trainer.errors import InputError
 from trainer.losses.wmse import draw_permutations, wmse_loss
-from trainer.run_plan import plan_lines
+from trainer.tools.run_plan import plan_lines
 
 CPU = torch.device("cpu")
 
@@ -200,7 +200,7 @@ def test_sizes_without_a_config_need_no_settings_machinery(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A machine that has torch and rich, but neither jsonargparse nor DALI, measures the loss."""
-    for name in ("jsonargparse", "trainer.config_load", "trainer.setup", "nvidia.dali"):
+    for name in ("jsonargparse", "trainer.config.loading", "trainer.setup", "nvidia.dali"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["bench", "loss", "--shapes", "2,16,8,4,1", "--seconds", "0.01"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "loss"

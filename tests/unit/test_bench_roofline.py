@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.bench import floor, roofline
 from trainer.bench.roofline import ModelCost, _count, count_model_cost, measure_machine
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_a_view_more_costs_what_is_counted(tiny_config: Path) -> None:
     """What two small batches say holds for a third, and weights are no part of a view's bytes."""
     config = load_config(tiny_config, ["--model.projector_hidden", "[512]", "--model.encoder_batch_norm", "per_view"])
     cost = count_model_cost(config, CPU, None)
-    from trainer.model import Model
+    from trainer.models.networks import Model
 
     flops, num_bytes = _count(Model(config.model, config.views), 10, 32, CPU, None)
     assert flops == 10 * cost.flop_per_view

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from trainer.bench.synthetic import synthetic_run, synthetic_views, write_index_only
-from trainer.cluster.ranks import Ranks
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
 from trainer.data.index import open_index
+from trainer.distributed.ranks import Ranks
 
 
 def test_the_set_opens_and_cannot_be_read(tmp_path: Path) -> None:

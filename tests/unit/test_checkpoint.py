@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT
-from trainer.checkpoint import (
+from trainer.errors import InputError
+from trainer.run.checkpoint import (
     FORMAT,
     choose_checkpoint,
     content_digest,
@@ -28,8 +29,7 @@ from trainer.checkpoint import (
     plain_names,
     save_checkpoint,
 )
-from trainer.checkpoint_files import checkpoint_path, list_checkpoints
-from trainer.errors import InputError
+from trainer.run.checkpoint_files import checkpoint_path, list_checkpoints
 
 
 def save(folder: Path, step: int, keep_last: int = 3, kept_steps: Container[int] = ()) -> Path:

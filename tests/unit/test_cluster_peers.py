@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.faults import free_port
-from trainer.cluster import peers as module
-from trainer.cluster.peers import Failure, LostRankError, Peers
-from trainer.cluster.ranks import Ranks
+from trainer.distributed import peers as module
+from trainer.distributed.peers import Failure, LostRankError, Peers
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError, TrainingFailedError
 
 pytestmark = pytest.mark.filterwarnings(

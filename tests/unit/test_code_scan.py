@@ -16,7 +16,7 @@ def test_the_source_runs_no_data_unpacks_nothing_and_listens_for_ranks_only() ->
     found = {
         str(path.relative_to(ROOT)): find_forbidden(path.read_text(encoding="utf-8")) for path in SCANNED + HELPERS
     }
-    meant = found.pop("trainer/cluster/rendezvous.py")  # the store by which the ranks find each other
+    meant = found.pop("trainer/distributed/rendezvous.py")  # the store by which the ranks find each other
     assert all(problem.endswith("socket.create_server listens") for problem in meant)
     assert {path: problems for path, problems in found.items() if problems} == {}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, flatten
-from trainer.config_load import describe_sources, load_config, load_settings, save_config
+from trainer.config.loading import describe_sources, load_config, load_settings, save_config
+from trainer.config.schema import Config, flatten
 from trainer.errors import InputError
 from trainer.schedule import peak_learning_rate
 
@@ -156,7 +156,7 @@ def test_every_setting_has_a_docstring() -> None:
     """The help shows the docstring below each field; one without would be a riddle."""
     from jsonargparse import ArgumentParser
 
-    from trainer.config_load import add_config_arguments
+    from trainer.config.loading import add_config_arguments
 
     parser = ArgumentParser()
     add_config_arguments(parser)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster.cores import core_warnings, own_cores, quota_cores
-from trainer.cluster.ranks import Ranks, find_ranks
+from trainer.distributed.cores import core_warnings, own_cores, quota_cores
+from trainer.distributed.ranks import Ranks, find_ranks
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_CPUS_ON_NODE": "16"}  # noqa: E501 # fmt: skip
 
@@ -28,7 +28,7 @@ def torchrun(local: int) -> dict[str, str]:
 )
 def test_cores_of_a_rank(bound: int, env: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(bound))
-    monkeypatch.setattr("trainer.cluster.cores.quota_cores", lambda: 64)
+    monkeypatch.setattr("trainer.distributed.cores.quota_cores", lambda: 64)
     assert own_cores(env) == cores
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.conftest import write_images
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
 from trainer.data.index import open_index
-from trainer.describe import dry_run, evaluation_warnings, setting_warnings
 from trainer.errors import InputError
 from trainer.loop import pretrain
-from trainer.run_plan import plan_lines, plan_warnings
-from trainer.signals import StopRequest
+from trainer.run.signals import StopRequest
+from trainer.tools.dry_run import dry_run, evaluation_warnings, setting_warnings
+from trainer.tools.run_plan import plan_lines, plan_warnings
 
 
 def test_numbers_of_the_plan(tiny_config: Path) -> None:

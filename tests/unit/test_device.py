@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.device import choose_device, compiles
+from trainer.config.schema import Config
+from trainer.distributed.device import choose_device, compiles
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 
 

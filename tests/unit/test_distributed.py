@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.cluster.peers import Peers
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.device import autocast_dtype
-from trainer.distributed import (
+from trainer.config.schema import Config
+from trainer.distributed.device import autocast_dtype
+from trainer.distributed.geometry import own_rows, slice_group_size
+from trainer.distributed.peers import Peers
+from trainer.distributed.process_group import (
     collective_timeout,
     make_batch_norm_group,
     make_slice_group,
     one_rank_a_node_first,
     step_seconds,
 )
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.geometry import own_rows, slice_group_size
 
 
 def test_only_one_rank_of_all_is_the_first() -> None:

@@ -16,19 +16,19 @@ from torch import nn
 
 from tests.conftest import TINY
 from tests.faults import save_unchecked
-from trainer import distributed
-from trainer.checkpoint import load_checkpoint
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config, DataConfig
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config, DataConfig
 from trainer.data.index import Index, open_images, open_index
+from trainer.distributed import process_group as distributed
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
-from trainer.model import Model, build_model
-from trainer.signals import StopRequest
+from trainer.models.networks import Model, build_model
+from trainer.run.checkpoint import load_checkpoint
+from trainer.run.signals import StopRequest
 
 CPU = torch.device("cpu")
 BOTH = ("linear", "knn")

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from trainer.cluster.ranks import Ranks
+from trainer.distributed.ranks import Ranks
 from trainer.errors import TrainingFailedError
-from trainer.faults import CollapseWatch, FaultCounter, describe_fault, fault_code, fault_codes
+from trainer.run.faults import CollapseWatch, FaultCounter, describe_fault, fault_code, fault_codes
 
 D, W = 3, 2  # views, ranks
 SOUND = torch.ones(D * 4, dtype=torch.bool)

@@ -14,22 +14,22 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import TINY
 from tests.faults import save_unchecked
-from trainer import distributed
-from trainer.checkpoint import load_checkpoint
-from trainer.checkpoint_files import checkpoint_path
 from trainer.cli import main
 from trainer.cluster.jobs import Job
-from trainer.config import DataConfig
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import DataConfig
 from trainer.data.index import open_images
+from trainer.distributed import process_group as distributed
 from trainer.errors import InputError
 from trainer.evaluate import evaluator, follow
 from trainer.evaluate import results as results_module
 from trainer.evaluate.follow import RunWatch, follow_run
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
-from trainer.run_folder import lock_run_folder
-from trainer.signals import StopRequest
+from trainer.run.checkpoint import load_checkpoint
+from trainer.run.checkpoint_files import checkpoint_path
+from trainer.run.folder import lock_run_folder
+from trainer.run.signals import StopRequest
 
 BOTH = ("linear", "knn")
 POLL = 0.02

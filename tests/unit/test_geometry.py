@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.config import Config, DataConfig, LossConfig, OptimizerConfig
+from trainer.config.schema import Config, DataConfig, LossConfig, OptimizerConfig
+from trainer.distributed.geometry import batch_norm_images, check_ranks, micro_batches, usable_ranks
 from trainer.errors import InputError
-from trainer.geometry import batch_norm_images, check_ranks, micro_batches, usable_ranks
 
 
 def config_of(images: int, slice_size: int = 256, **optimizer: int) -> Config:

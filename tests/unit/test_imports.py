@@ -30,7 +30,7 @@ def written_imports(file: Path) -> set[str]:
 
 def test_evaluation_needs_neither_loop_nor_step_nor_loss():
     loaded = loaded_by("trainer.evaluate.run")
-    assert "trainer.model" in loaded
+    assert "trainer.models.networks" in loaded
     assert not {m for m in loaded if m.startswith(("trainer.loop", "trainer.step", "trainer.losses", "kernels"))}
     for file in (ROOT / "trainer" / "evaluate").glob("*.py"):
         assert not written_imports(file) & {"trainer.loop", "trainer.step", "trainer.losses"}, file
@@ -45,7 +45,7 @@ def test_kernels_know_nothing_of_the_trainer():
 def test_the_loss_is_measured_where_torch_and_rich_are_all_there_is():
     loaded = loaded_by("trainer.bench.loss, trainer.bench.sweep")
     assert "trainer.bench.shapes" in loaded
-    assert not loaded & {"trainer.setup", "trainer.model", "trainer.data.loader", "trainer.config_load"}
+    assert not loaded & {"trainer.setup", "trainer.models.networks", "trainer.data.loader", "trainer.config.loading"}
 
 
 WITHOUT_EXTRAS = """
@@ -86,7 +86,7 @@ def test_a_step_is_built_and_made_where_only_torch_and_timm_are():
 def test_only_the_command_line_imports_the_commands():
     commands = {
         "trainer.loop",
-        "trainer.preview",
+        "trainer.tools.preview",
         "trainer.evaluate.run",
         "trainer.evaluate.follow",
         "trainer.cluster.launch",
@@ -113,7 +113,7 @@ def test_the_command_line_starts_without_torch_or_dali():
 
 
 def test_runs_are_launched_and_stopped_without_loading_torch():
-    assert "trainer.run_plan" in loaded_by("trainer.cluster.launch, trainer.cluster.stop")
+    assert "trainer.tools.run_plan" in loaded_by("trainer.cluster.launch, trainer.cluster.stop")
     program = (
         "import trainer.cluster.launch, trainer.cluster.stop, sys; print({'torch', 'nvidia.dali'} & set(sys.modules))"
     )

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from trainer.cli import main
 from trainer.cluster.slurm import submit
-from trainer.config_load import load_config, save_config
+from trainer.config.loading import load_config, save_config
 from trainer.errors import InputError
 
 Launch = Callable[..., int]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.config import EvaluateConfig
+from trainer.config.schema import EvaluateConfig
 from trainer.evaluate.features import Features
 from trainer.evaluate.linear import _accuracy, linear_probe, probe_rate, standardise
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer.loss_scale import FIRST_SCALE, SMALLEST_SCALE, STEPS_TO_GROW, LossScale
+from trainer.grad_scaler import FIRST_SCALE, SMALLEST_SCALE, STEPS_TO_GROW, LossScale
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import commit as commit_module
-from trainer import machine
+from trainer.run import commit as commit_module
+from trainer.run import machine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.config import Config
-from trainer.config_load import load_config
-from trainer.memory import Memory, estimate_memory, memory_lines
-from trainer.model import Model
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
+from trainer.models.networks import Model
+from trainer.tools.memory import Memory, estimate_memory, memory_lines
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
@@ -74,7 +74,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, gib_a_view: float, with_budget: f
         gib = with_budget if config.model.activation_memory_budget == 0.9 else gib_a_view
         return Memory(GIB, int(views * gib * GIB), views)
 
-    monkeypatch.setattr("trainer.memory.estimate_memory", estimate)
+    monkeypatch.setattr("trainer.tools.memory.estimate_memory", estimate)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import torch
 from PIL import Image
 
 from tests.conftest import ROOT
-from trainer.board import Board, draw_evaluation
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.distributed.ranks import Ranks
 from trainer.metrics import (
     AGREED,
     Clock,
@@ -26,6 +25,7 @@ from trainer.metrics import (
     describe_line,
     effective_rank,
 )
+from trainer.run.tensorboard import Board, draw_evaluation
 from trainer.step import StepResult
 
 CPU = torch.device("cpu")

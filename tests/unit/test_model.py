@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.batch_norm import ViewBatchNorm
-from trainer.config import ModelConfig, ViewsConfig
+from trainer.config.schema import ModelConfig, ViewsConfig
 from trainer.errors import InputError
-from trainer.model import Model, PixelScale, Projector, build_encoder
+from trainer.models.batch_norm import ViewBatchNorm
+from trainer.models.networks import Model, PixelScale, Projector, build_encoder
 
 TINY = ModelConfig(backbone="test_resnet", projector="mlp", projector_hidden=(16,), embedding_size=8)
 

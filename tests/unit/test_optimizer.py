@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.config import OptimizerConfig
+from trainer.config.schema import OptimizerConfig
 from trainer.optimizer import Lars, build_optimizer, update
 
 CPU = torch.device("cpu")

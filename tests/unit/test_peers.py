@@ -14,8 +14,8 @@ from benchmarks.peers.loader_dali import dali_batches
 from benchmarks.peers.loader_torchvision import torchvision_batches
 from benchmarks.peers.loaders import loaders
 from benchmarks.peers.optimizers import compare_optimizers, optimizers
-from trainer.config import Config
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.conftest import write_images
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
 from trainer.errors import InputError
-from trainer.preview import write_preview
+from trainer.tools.preview import write_preview
 
 SIDE, CELL = 32, 100  # 32 px enlarged three times, with a gap of 2 around
 WHOLE = ("--views.crop_area", "[1, 1]", "--views.crop_ratio", "[1, 1]", "--views.flip_probability", "0",

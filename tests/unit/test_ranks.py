@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.cluster.ranks import Ranks, find_ranks, launch_warnings
+from trainer.distributed.ranks import Ranks, find_ranks, launch_warnings
 from trainer.errors import InputError
 
 SRUN = {

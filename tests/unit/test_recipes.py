@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config, flatten
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config, flatten
 from trainer.data.class_list import read_class_list
-from trainer.model import build_model
-from trainer.run_plan import plan_lines
+from trainer.distributed.ranks import Ranks
+from trainer.models.networks import build_model
 from trainer.schedule import peak_learning_rate
+from trainer.tools.run_plan import plan_lines
 
 
 def scale(mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:

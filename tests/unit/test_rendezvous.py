@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from trainer.cluster import rendezvous
-from trainer.cluster.ranks import Ranks
-from trainer.cluster.rendezvous import compare_ranks, meet
+from trainer.distributed import rendezvous
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.rendezvous import compare_ranks, meet
 from trainer.errors import InputError, TrainingFailedError
 
 LONG = timedelta(seconds=20)

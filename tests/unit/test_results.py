@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
-from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.cli import main
-from trainer.cluster.ranks import Ranks
 from trainer.cluster.runs import newest_evaluation
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.evaluate import evaluator, results
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
-from trainer.signals import StopRequest
+from trainer.run.checkpoint import load_checkpoint, save_checkpoint
+from trainer.run.signals import StopRequest
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ import torch
 
 from tests.conftest import TINY
 from tests.unit.test_setup import run_of
-from trainer.checkpoint import content_digest, load_checkpoint, save_checkpoint
-from trainer.checkpoint_files import checkpoint_path, list_checkpoints
 from trainer.cli import main
-from trainer.config import flatten
+from trainer.config.schema import flatten
 from trainer.data.plan import PLAN_VERSION
 from trainer.errors import InputError, TrainingFailedError
 from trainer.metrics import LossSums
-from trainer.resume import _changes, resume
-from trainer.saver import Saver
+from trainer.run.checkpoint import content_digest, load_checkpoint, save_checkpoint
+from trainer.run.checkpoint_files import checkpoint_path, list_checkpoints
+from trainer.run.resume import _changes, resume
+from trainer.run.saver import Saver
 from trainer.setup import Run
 
 SHAPING = (
@@ -269,8 +269,8 @@ def test_weights_that_are_not_finite_are_never_saved(good: tuple[Run, dict[int, 
 
 def test_ranks_that_find_different_checkpoints_do_not_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a network file system shows one node a checkpoint that another does not see yet."""
-    monkeypatch.setattr("trainer.resume._LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("trainer.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
+    monkeypatch.setattr("trainer.run.resume._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.run.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
     with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, others those of 0 to 4"):
         resume(run, LossSums(run.device))
 
@@ -279,17 +279,17 @@ def test_a_checkpoint_that_shows_up_late_is_waited_for(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Another rank sees step 4 at once; this one at its third look."""
-    monkeypatch.setattr("trainer.resume._LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("trainer.resume._restore", lambda run, content, sums: content["step"])
+    monkeypatch.setattr("trainer.run.resume._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.run.resume._restore", lambda run, content, sums: content["step"])
     looks: list[int] = []
 
     def load_late(folder: Path, check: object) -> dict[str, Any] | None:
         looks.append(1)
         return {"step": 4} if len(looks) == 3 else None
 
-    monkeypatch.setattr("trainer.resume.load_newest", load_late)
+    monkeypatch.setattr("trainer.run.resume.load_newest", load_late)
     monkeypatch.setattr(
-        "trainer.resume.agree", lambda v, ranks: torch.maximum(v, torch.tensor([4, -4])) if len(v) == 2 else v
+        "trainer.run.resume.agree", lambda v, ranks: torch.maximum(v, torch.tensor([4, -4])) if len(v) == 2 else v
     )
     assert resume(run, LossSums(run.device)) == 4
     assert len(looks) == 3

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import run_folder
 from trainer.errors import InputError
-from trainer.run_folder import lock_run_folder, open_run_folder, start_logging
+from trainer.run import folder as run_folder
+from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from trainer import run_state
-from trainer.cluster.ranks import Ranks
+from trainer.distributed.ranks import Ranks
 from trainer.errors import TrainingFailedError
-from trainer.run_folder import lock_run_folder
-from trainer.run_state import RunState, mark_run, note_lost_rank_0, stop_file, wait_for_end
-from trainer.signals import STOP, StopRequest
+from trainer.run import state as run_state
+from trainer.run.folder import lock_run_folder
+from trainer.run.signals import STOP, StopRequest
+from trainer.run.state import RunState, mark_run, note_lost_rank_0, stop_file, wait_for_end
 
 REQUEUED = Ranks(job_id="123", restarts=1)
 

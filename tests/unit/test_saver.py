@@ -16,11 +16,11 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.unit.test_checkpoint import files_up_to
-from trainer import saver as saver_module
-from trainer.batch_norm import BatchNormStatistics, stop_counting_batches
-from trainer.checkpoint import load_checkpoint, load_newest
-from trainer.checkpoint_files import checkpoint_path, list_checkpoints
-from trainer.saver import HostCopy, Saver
+from trainer.models.batch_norm import BatchNormStatistics, stop_counting_batches
+from trainer.run import saver as saver_module
+from trainer.run.checkpoint import load_checkpoint, load_newest
+from trainer.run.checkpoint_files import checkpoint_path, list_checkpoints
+from trainer.run.saver import HostCopy, Saver
 
 
 def content(step: int, value: float | None = None, numel: int = 3) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_memory_is_used_again_where_it_fits() -> None:
 _KILLED = """
 import os, pathlib, signal, sys
 import torch
-from trainer.saver import Saver
+from trainer.run.saver import Saver
 saver = Saver(pathlib.Path(sys.argv[1]), 1)
 saver.save({"step": 1, "model": {"w": torch.ones(10)}})
 saver.wait()

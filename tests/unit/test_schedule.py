@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.config import CheckpointConfig, Config, OptimizerConfig
+from trainer.config.schema import CheckpointConfig, Config, OptimizerConfig
 from trainer.schedule import build_schedule, evaluation_steps, kept_steps
 
 

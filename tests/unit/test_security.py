@@ -23,14 +23,14 @@ import torch
 from PIL import Image
 
 from tests.conftest import TINY, write_images
-from trainer.checkpoint import load_checkpoint
 from trainer.cli import main
-from trainer.config_load import load_config
-from trainer.data.bad_images import drop_quarantine_after, read_quarantine
+from trainer.config.loading import load_config
 from trainer.data.index import Index, open_index
 from trainer.data.index_file import _HEADER, MAGIC, VERSION, IndexContent, read_index, write_index
 from trainer.data.loader import ViewLoader
+from trainer.data.quarantine import drop_quarantine_after, read_quarantine
 from trainer.errors import InputError
+from trainer.run.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)

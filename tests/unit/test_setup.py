@@ -13,15 +13,15 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
 from trainer.data.index import open_index
 from trainer.data.plan import Rows, slice_permutations
+from trainer.distributed.geometry import micro_batches, rows_together
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.geometry import micro_batches, rows_together
-from trainer.run_plan import check_set_size
 from trainer.setup import Run, compile_model, open_cache, set_up
+from trainer.tools.run_plan import check_set_size
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:

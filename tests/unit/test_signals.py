@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from trainer.errors import INTERRUPTED, PREEMPTED
-from trainer.signals import PREEMPT, STOP, StopRequest, stop_on_signals
+from trainer.run.signals import PREEMPT, STOP, StopRequest, stop_on_signals
 
 SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -57,7 +57,7 @@ def test_a_signal_does_not_weaken_a_request_to_stay_stopped() -> None:
 # The main thread hangs in C code for 60 s and never runs a Python handler: a lock that nobody releases, inside ctypes.
 HANG = """
 import ctypes, sys, time
-from trainer.signals import stop_on_signals
+from trainer.run.signals import stop_on_signals
 libc = ctypes.CDLL(None)
 def hang(seconds):
     mutex = ctypes.create_string_buffer(64)
@@ -126,7 +126,7 @@ def test_a_second_interrupt_ends_a_process_that_hangs(hanging: Callable[[str], s
 
 
 def test_wmse_stop_sets_no_time_limit(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
-    process = hanging("from trainer.signals import STOP; stop.allow(0.1); stop.ask(STOP)")
+    process = hanging("from trainer.run.signals import STOP; stop.allow(0.1); stop.ask(STOP)")
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)
     process.kill()

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from tests.conftest import TINY
-from trainer import distributed
-from trainer.cluster.ranks import Ranks
-from trainer.config import DataConfig
-from trainer.config_load import load_config
+from trainer.config.loading import load_config
+from trainer.config.schema import DataConfig
+from trainer.distributed import process_group as distributed
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.evaluate.features import Place
 from trainer.evaluate.splits import open_splits, unusable_files

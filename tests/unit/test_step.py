@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
-from trainer.faults import GRADIENT_FAULT
+from trainer.config.schema import Config, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
+from trainer.distributed.ranks import Ranks
 from trainer.losses.wmse import wmse_loss_with_status
 from trainer.metrics import LossSums
-from trainer.model import Model, Projector
+from trainer.models.networks import Model, Projector
 from trainer.optimizer import build_optimizer
+from trainer.run.faults import GRADIENT_FAULT
 from trainer.setup import compile_model
 from trainer.step import TrainStep, split_images
 

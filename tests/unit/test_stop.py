@@ -14,7 +14,7 @@ import pytest
 
 from trainer.cluster.stop import stop_run
 from trainer.errors import InputError
-from trainer.run_state import stop_file
+from trainer.run.state import stop_file
 
 Slurm = Callable[[str], None]
 

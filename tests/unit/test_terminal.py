@@ -13,7 +13,7 @@ import pytest
 from tests.integration.run_files import metrics, state
 from trainer.cli import main
 from trainer.progress import RunBar
-from trainer.terminal import lasting_stderr
+from trainer.tools.terminal import lasting_stderr
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 

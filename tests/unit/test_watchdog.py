@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from trainer.watchdog import Watchdog
+from trainer.run.watchdog import Watchdog
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
@@ -103,7 +103,7 @@ def test_a_stall_is_told_and_taken_back(ends: list[int]) -> None:
 
 WAITS = """
 import sys, time
-from trainer.watchdog import Watchdog
+from trainer.run.watchdog import Watchdog
 with Watchdog(0.2, lambda: "", []) as watchdog:
     for what in ("waits", "continues"):
         watchdog.doing(what, limit=0.8)

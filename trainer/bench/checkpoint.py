@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.batch_norm import BatchNormStatistics
 from trainer.bench.timing import spread, synchronize
-from trainer.checkpoint import load_checkpoint, plain_names
-from trainer.checkpoint_files import checkpoint_path
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.device import choose_device
+from trainer.config.schema import Config
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.machine import provenance
-from trainer.model import build_model
+from trainer.models.batch_norm import BatchNormStatistics
+from trainer.models.networks import build_model
 from trainer.optimizer import build_optimizer, update
-from trainer.saver import Saver
+from trainer.run.checkpoint import load_checkpoint, plain_names
+from trainer.run.checkpoint_files import checkpoint_path
+from trainer.run.machine import provenance
+from trainer.run.saver import Saver
 
 MIN_SAVES = 3
 INTERVAL_SECONDS = 300.0  # the shares are of a run that saves this often

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import DONE, FAILED, InputError
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.config.schema import Config
 
 Options = argparse.Namespace
 Result = dict[str, Any]
@@ -148,7 +148,7 @@ def _check(own: Options) -> None:
         load_matplotlib()
         if own.plot.suffix not in PICTURES:
             raise InputError(f"--plot {own.plot}: give a name that ends in {' or '.join(PICTURES)}")
-    from trainer.cluster.ranks import find_ranks
+    from trainer.distributed.ranks import find_ranks
 
     if own.kind not in OVER_RANKS and find_ranks().world_size > 1:
         raise InputError(
@@ -157,7 +157,7 @@ def _check(own: Options) -> None:
 
 
 def _experiment(own: Options, settings: list[str]) -> Config:
-    from trainer.config_load import load_config
+    from trainer.config.loading import load_config
 
     if own.config is None:
         raise InputError(f"wmse bench {own.kind} needs --config FILE")

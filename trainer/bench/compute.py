@@ -17,11 +17,11 @@ from trainer.bench.phases import PHASES, device_ms, host_ms, profile_steps
 from trainer.bench.roofline import count_model_cost, measure_machine, roofline
 from trainer.bench.synthetic import synthetic_run, synthetic_views
 from trainer.bench.timing import MIN_WINDOW_SECONDS, MIN_WINDOWS, Window, spread, synchronize, timed
-from trainer.cluster.ranks import Ranks, find_ranks
-from trainer.config import Config
-from trainer.device import autocast_dtype, choose_device, compiles
-from trainer.distributed import process_group
-from trainer.machine import provenance
+from trainer.config.schema import Config
+from trainer.distributed.device import autocast_dtype, choose_device, compiles
+from trainer.distributed.process_group import process_group
+from trainer.distributed.ranks import Ranks, find_ranks
+from trainer.run.machine import provenance
 from trainer.setup import Run
 
 WARMUP_STEPS = 3  # compile, autotune, allocate; none of them is measured

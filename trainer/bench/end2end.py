@@ -21,15 +21,15 @@ import torch
 from trainer.bench.compute import FixedSteps, percent_of, sizes, step_figures, step_times, warm_up
 from trainer.bench.phases import PHASES, StepProfiler, covered_ns, device_ms, host_ranges
 from trainer.bench.timing import MIN_WINDOWS, spread
-from trainer.cluster.ranks import Ranks, find_ranks
-from trainer.config import Config
-from trainer.device import choose_device
-from trainer.distributed import process_group
-from trainer.machine import provenance
-from trainer.run_folder import start_logging
-from trainer.run_state import RunState
+from trainer.config.schema import Config
+from trainer.distributed.device import choose_device
+from trainer.distributed.process_group import process_group
+from trainer.distributed.ranks import Ranks, find_ranks
+from trainer.run.folder import start_logging
+from trainer.run.machine import provenance
+from trainer.run.signals import StopRequest
+from trainer.run.state import RunState
 from trainer.setup import Run, set_up
-from trainer.signals import StopRequest
 
 WARMUP_STEPS = 5  # the loader's read-ahead fills, and what is compiled is compiled
 PROFILED_STEPS = 5  # at least

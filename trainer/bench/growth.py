@@ -18,13 +18,13 @@ import torch
 from trainer.bench.compute import MIN_CALLS, FixedSteps, peak_memory, sizes, take_agreed_turns, warm_up
 from trainer.bench.synthetic import synthetic_run, synthetic_views, write_index_only
 from trainer.bench.timing import Window, spread, timed
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.config_load import save_config
-from trainer.device import choose_device
+from trainer.config.loading import save_config
+from trainer.config.schema import Config
+from trainer.distributed.device import choose_device
+from trainer.distributed.geometry import rows_together
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.geometry import rows_together
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 VIEWS = (1, 2, 4, 8)  # 1: W-MSE has no pairs then, so encoder and projector alone
 BATCHES = (1, 2, 4)  # times the images that are whitened together

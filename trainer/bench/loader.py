@@ -6,10 +6,10 @@ from typing import Any
 
 from trainer.bench.loading import WARMUP_STEPS, dali_version, endless_loader, measure, settings_used, warm_up
 from trainer.bench.timing import spread
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.device import choose_device
-from trainer.machine import provenance
+from trainer.config.schema import Config
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
+from trainer.run.machine import provenance
 
 WINDOWS = 5
 CACHES = {

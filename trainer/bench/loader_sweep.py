@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.bench.loading import WARMUP_STEPS, Loaders, dali_version, endless_loader, in_turns, settings_used
-from trainer.cluster.cores import own_cores
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.device import choose_device
-from trainer.machine import provenance
+from trainer.config.schema import Config
+from trainer.distributed.cores import own_cores
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
+from trainer.run.machine import provenance
 
 ROUNDS = 3
 Setting = dict[str, Any]  # field of config.data -> value

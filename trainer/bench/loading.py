@@ -11,16 +11,16 @@ from typing import Any, cast
 import torch
 
 from trainer.bench.timing import spread
-from trainer.cluster.cores import own_cores
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.index import Index, open_images
 from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner, Rows
-from trainer.data.shards import list_shards
-from trainer.device import choose_device
-from trainer.run_plan import check_set_size
+from trainer.data.tar_shards import list_shards
+from trainer.distributed.cores import own_cores
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
+from trainer.tools.run_plan import check_set_size
 
 WARMUP_STEPS = 3
 Loaders = dict[str, Callable[[], Iterator[Any]]]  # name -> a function that starts it

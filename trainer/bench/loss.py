@@ -17,11 +17,11 @@ from trainer.bench.floor import Ceilings, floor, measure_ceilings
 from trainer.bench.implementations import BASES, drop_refusing, loop_loss, runnable_backends
 from trainer.bench.shapes import RECIPE_SHAPES, LossShape, not_measured, shape_of_config
 from trainer.bench.timing import Window, spread, take_turns, timed, timed_after
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
-from trainer.device import choose_device
+from trainer.config.schema import Config
+from trainer.distributed.device import choose_device
+from trainer.distributed.ranks import Ranks
 from trainer.losses.wmse import draw_permutations, wmse_loss
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 FLOAT64 = "torch_float64_factor"
 MODES = ("forward", "backward", "forward_backward")

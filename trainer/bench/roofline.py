@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer.bench.floor import measure_ceilings
 from trainer.bench.timing import Window, take_turns, timed
 from trainer.bench.traffic import Traffic
-from trainer.config import Config
-from trainer.model import Model
+from trainer.config.schema import Config
+from trainer.models.networks import Model
 
 MATMUL_SIZES = {"cpu": (256, 1024, 2048), "cuda": (2048, 4096, 8192)}  # square; the best of them is the ceiling
 SLOW_PRODUCT = 20  # a larger product takes up to 64 times as long as the one before

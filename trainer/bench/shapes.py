@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.distributed.geometry import micro_batches, own_rows, rows_together, slice_group_size
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.geometry import micro_batches, own_rows, rows_together, slice_group_size
 
 
 class LossShape(NamedTuple):

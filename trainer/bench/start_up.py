@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 import trainer.setup  # noqa: F401 (a rank's imports: torch, timm, DALI)
-from trainer.cluster.ranks import Ranks
-from trainer.config import ViewsConfig
+from trainer.config.schema import ViewsConfig
 from trainer.data.index import open_index
 from trainer.data.plan import Planner
-from trainer.geometry import own_rows
+from trainer.distributed.geometry import own_rows
+from trainer.distributed.ranks import Ranks
 
 
 def memory() -> dict[str, int]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from kernels.whitening import whiten
 from trainer.bench.implementations import drop_refusing, runnable_backends
 from trainer.bench.timing import spread, take_turns, timed
-from trainer.machine import provenance
+from trainer.run.machine import provenance
 
 
 class WhiteningSize(NamedTuple):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.data.index_file import IndexContent, write_index
-from trainer.data.shards import describe_shards
+from trainer.data.tar_shards import describe_shards
+from trainer.distributed.ranks import Ranks
 from trainer.setup import Run, set_up
 
 CLASSES = 1000

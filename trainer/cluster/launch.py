@@ -18,12 +18,12 @@ from trainer.cluster.runs import read_run, text
 from trainer.cluster.site import evaluator_site
 from trainer.cluster.slurm import batch_script, job_parameters, submit
 from trainer.cluster.snapshot import new_code_folder, save_settings, take_snapshot
-from trainer.commit import git_commit
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.errors import DONE, InputError
 from trainer.files import write_text
-from trainer.run_folder import open_run_folder
-from trainer.run_state import mark_run
+from trainer.run.commit import git_commit
+from trainer.run.folder import open_run_folder
+from trainer.run.state import mark_run
 
 
 def launch(request: Request, cluster: str, *, dry_run: bool) -> int:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.checkpoint_files import newest_step
 from trainer.cluster.jobs import NO_ANSWER, find_job
 from trainer.cluster.runs import LOST_SECONDS, read_run
 from trainer.cluster.site import Site
 from trainer.cluster.snapshot import PACKAGES
-from trainer.config import Config
-from trainer.config_changes import changed_settings, plain_settings, refuse_changes
-from trainer.config_load import KEYS, load_config
+from trainer.config.changes import changed_settings, plain_settings, refuse_changes
+from trainer.config.loading import KEYS, load_config
+from trainer.config.schema import Config
 from trainer.data.index import open_images
+from trainer.distributed.geometry import batch_norm_images, micro_batches, rows_together, usable_ranks
 from trainer.errors import InputError
-from trainer.geometry import batch_norm_images, micro_batches, rows_together, usable_ranks
-from trainer.run_folder import check_run_dir_is_set
-from trainer.run_plan import plan_lines, plan_warnings
+from trainer.run.checkpoint_files import newest_step
+from trainer.run.folder import check_run_dir_is_set
+from trainer.tools.run_plan import plan_lines, plan_warnings
 
 
 @dataclass(frozen=True)

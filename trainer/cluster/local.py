@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from trainer.errors import DONE, PREEMPTED
-from trainer.signals import STOP_SIGNALS
+from trainer.run.signals import STOP_SIGNALS
 
 _END_SECONDS = 60.0  # from the first rank that fails to the end of the others: they notice by themselves, or are killed
 _PR_SET_PDEATHSIG = 1

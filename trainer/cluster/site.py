@@ -71,7 +71,7 @@ def load_site(path: Path | None, words: Sequence[str]) -> Site:
     """The options of a YAML file, then `words` (--option value) over them.
 
     Raises InputError for an unknown option, suggesting the closest, or for a value of the wrong type."""
-    from trainer.config_yaml import read_yaml
+    from trainer.config.yaml_values import read_yaml
 
     values: dict[str, Any] = read_yaml(path) if path else {}
     unknown = [key for key in values if key not in SITE_KEYS]

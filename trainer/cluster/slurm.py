@@ -17,8 +17,8 @@ from submitit.slurm.slurm import _make_sbatch_string
 from trainer.cluster.nodes import parse_minutes
 from trainer.cluster.site import Site
 from trainer.cluster.task import WmseTask
-from trainer.commit import git_commit
 from trainer.errors import InputError
+from trainer.run.commit import git_commit
 
 # seconds until srun ends the other ranks after one has ended: as long as timeout_minutes, so that rank 0 can finish its save
 _WAIT_SECONDS = 600

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import trainer
-from trainer.config import Config
-from trainer.config_load import save_config
+from trainer.config.loading import save_config
+from trainer.config.schema import Config
 
 _SOURCE = Path(trainer.__file__).parents[1]
 PACKAGES = (_SOURCE / "trainer", _SOURCE / "kernels")

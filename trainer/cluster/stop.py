@@ -10,7 +10,7 @@ from trainer.cluster.jobs import Job, find_job
 from trainer.cluster.runs import LOST_SECONDS, RunFiles, read_run
 from trainer.errors import DONE, InputError
 from trainer.files import write_text
-from trainer.run_state import mark_run, stop_file
+from trainer.run.state import mark_run, stop_file
 
 _LOOK_SECONDS = 1.0
 _LATE_SECONDS = 30.0  # without a heartbeat, which comes every 15 s: time to ask SLURM

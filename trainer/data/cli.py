@@ -55,8 +55,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_check(own: argparse.Namespace) -> int:
     """Check the set and print each bad file as it is found; returns the exit code, FAILED if there is one."""
-    from trainer.config_load import load_config
-    from trainer.data.check import check_data
+    from trainer.config.loading import load_config
+    from trainer.data.verify import check_data
 
     # through the config, so that its ranges and its messages hold here as well
     given = {"max_image_pixels": own.max_image_pixels, "max_classes": own.max_classes}

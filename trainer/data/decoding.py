@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.formats import MAX_PIXELS, decode_rgb, inspect_image
+from trainer.data.image_probe import MAX_PIXELS, decode_rgb, inspect_image
 from trainer.errors import InputError
 
 

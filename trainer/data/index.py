@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config import DataConfig
+from trainer.config.schema import DataConfig
 from trainer.data.cache_folder import find_cache
 from trainer.data.index_build import (
     LAYOUT,
@@ -32,7 +32,7 @@ from trainer.data.index_file import (
     write_index,
 )
 from trainer.data.printable import printable
-from trainer.data.shards import (
+from trainer.data.tar_shards import (
     TAR_BLOCK,
     build_shards,
     describe_shards,
@@ -84,7 +84,7 @@ class Index:
         return self._shards is None
 
     def kind(self, i: int) -> Literal["direct", "convert"]:
-        """Whether DALI decodes image i's bytes as they are, or must get `formats.to_direct` of them."""
+        """Whether DALI decodes image i's bytes as they are, or must get `image_probe.to_direct` of them."""
         return "convert" if self._columns["kind"][i] else "direct"
 
     def name(self, i: int) -> str:

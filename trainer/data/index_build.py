@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data.formats import HEAD_BYTES, ImageInfo, inspect_head, inspect_image
+from trainer.data.image_probe import HEAD_BYTES, ImageInfo, inspect_head, inspect_image
 from trainer.data.index_file import Columns, IndexContent
 from trainer.data.printable import printable
 from trainer.errors import InputError

@@ -24,17 +24,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.cluster.cores import own_cores
-from trainer.config import DataConfig, ViewsConfig
-from trainer.data.bad_images import BadImages, read_quarantine
+from trainer.config.schema import DataConfig, ViewsConfig
+from trainer.data.dali_graph import Placement, eval_arrays, view_arrays, view_pipeline
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.decoding import decode, decode_by_dali
-from trainer.data.formats import decode_rgb
+from trainer.data.image_probe import decode_rgb
 from trainer.data.index import Index
 from trainer.data.plan import Planner
 from trainer.data.printable import printable
-from trainer.data.reading import ImageReader
-from trainer.data.views import Placement, eval_arrays, view_arrays, view_pipeline
+from trainer.data.quarantine import BadImages, read_quarantine
+from trainer.data.reader import ImageReader
+from trainer.distributed.cores import own_cores
 from trainer.errors import InputError
 
 GPU_THREADS = 8  # of DALI, where the JPEG engine decodes and the SMs do the rest

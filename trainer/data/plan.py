@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import ViewsConfig
+from trainer.config.schema import ViewsConfig
 
 PLAN_VERSION = 1  # stored in checkpoints; changes whenever the same seed would give other choices
 

@@ -24,9 +24,9 @@ from trainer.data.index_build import (
     log_left_out,
 )
 from trainer.data.index_file import write_index
-from trainer.data.sets import SETS, ArraySplit, load_split
+from trainer.data.named_datasets import SETS, ArraySplit, load_split
 from trainer.data.shard_writer import Shrink, write_shards
-from trainer.data.shards import SHARD_NAME, list_shards
+from trainer.data.tar_shards import SHARD_NAME, list_shards
 from trainer.errors import InputError
 from trainer.files import write_text
 

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from trainer.config import DataConfig
-from trainer.data.formats import decode_rgb, inspect_image, to_direct
+from trainer.config.schema import DataConfig
+from trainer.data.image_probe import decode_rgb, inspect_image, to_direct
 from trainer.data.index import Index
 from trainer.data.index_build import READ_THREADS
 from trainer.data.index_file import IndexContent
-from trainer.data.sets import ArraySplit
-from trainer.data.shards import build_shards, list_shards
+from trainer.data.named_datasets import ArraySplit
+from trainer.data.tar_shards import build_shards, list_shards
 from trainer.errors import InputError
 from trainer.files import refuse_machine_fault
 from trainer.progress import with_progress

@@ -53,7 +53,7 @@ def _follow(own: argparse.Namespace, settings: Sequence[str], measures: Sequence
     poll_seconds = 20.0 if own.poll_seconds is None else own.poll_seconds
     if not 0 < poll_seconds < math.inf:
         raise InputError(f"--poll_seconds is {poll_seconds:g}: give a time above 0")
-    from trainer.signals import stop_on_signals
+    from trainer.run.signals import stop_on_signals
 
     with stop_on_signals():  # nothing to save: a signal ends the process at once with 75, which asks for a new start
         from trainer.evaluate.follow import follow_run

@@ -10,13 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import choose_checkpoint, load_checkpoint, put_encoder
-from trainer.cluster.ranks import Ranks
-from trainer.commit import git_commit
-from trainer.config import Config
-from trainer.config_changes import plain_settings
-from trainer.config_load import load_config
-from trainer.device import PRECISION_NAMES, choose_device
+from trainer.config.changes import plain_settings
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
+from trainer.distributed.device import PRECISION_NAMES, choose_device
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.evaluate.features import (
     Encode,
@@ -33,7 +31,9 @@ from trainer.evaluate.knn import check_neighbours, knn_top1
 from trainer.evaluate.linear import linear_probe, standardise
 from trainer.evaluate.results import Results, Source
 from trainer.evaluate.splits import classes_with_images, open_splits, unusable_files
-from trainer.model import Model, build_model
+from trainer.models.networks import Model, build_model
+from trainer.run.checkpoint import choose_checkpoint, load_checkpoint, put_encoder
+from trainer.run.commit import git_commit
 
 _log = logging.getLogger(__name__)
 

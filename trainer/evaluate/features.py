@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.cluster.ranks import Ranks
-from trainer.config import Config
+from trainer.config.schema import Config
+from trainer.data.dali_graph import eval_recipe
 from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, eval_requests
-from trainer.data.views import eval_recipe
-from trainer.device import autocast_dtype
-from trainer.distributed import open_on_all_ranks, require_same
+from trainer.distributed.device import autocast_dtype
+from trainer.distributed.process_group import open_on_all_ranks, require_same
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.model import Model
+from trainer.models.networks import Model
 from trainer.progress import with_progress
 
 _log = logging.getLogger(__name__)

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint_files import list_checkpoints
 from trainer.cluster.jobs import find_job
-from trainer.cluster.ranks import find_ranks
 from trainer.cluster.runs import FINAL, number, read_json, read_run
+from trainer.distributed.ranks import find_ranks
 from trainer.errors import InputError
 from trainer.evaluate.evaluator import Evaluator, load_encoder_content
 from trainer.evaluate.report import print_table
 from trainer.evaluate.results import Source
-from trainer.run_folder import lock_run_folder, start_logging
+from trainer.run.checkpoint_files import list_checkpoints
+from trainer.run.folder import lock_run_folder, start_logging
 
 _SILENT_SECONDS = 1800.0  # without a heartbeat, and without a job that could be the reason: the run is over
 _JOB_SECONDS = 120.0  # without a heartbeat, when SLURM says that the job is over: the run is, too

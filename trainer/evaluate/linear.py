@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.config import EvaluateConfig
+from trainer.config.schema import EvaluateConfig
 from trainer.evaluate.features import Features
 from trainer.progress import with_progress
 

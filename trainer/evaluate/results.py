@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.board import draw_evaluation
-from trainer.checkpoint_files import checkpoint_path
 from trainer.cluster.runs import read_json
-from trainer.config import Config
-from trainer.config_changes import plain_settings
+from trainer.config.changes import plain_settings
+from trainer.config.schema import Config
 from trainer.errors import InputError
 from trainer.evaluate.report import FIGURES
 from trainer.files import write_text
+from trainer.run.checkpoint_files import checkpoint_path
+from trainer.run.tensorboard import draw_evaluation
 
 _log = logging.getLogger(__name__)
 _ROOM_BYTES = 1 << 16  # several times the size of one encoder's results

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster.ranks import find_ranks
-from trainer.distributed import process_group
+from trainer.distributed.process_group import process_group
+from trainer.distributed.ranks import find_ranks
 from trainer.errors import InputError
 from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.report import print_table
-from trainer.run_folder import start_logging
+from trainer.run.folder import start_logging
 
 
 def run_evaluation(

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.precision import without_autocast
 from kernels.whitening import WhiteningStatus, choose_backend, whiten_with_status
 from trainer.errors import InputError
-from trainer.losses.fused import FusedLoss
+from trainer.losses.wmse_fused import FusedLoss
 
 _logger = logging.getLogger(__name__)
 

@@ -1,0 +1,58 @@
+"""The same plan drawn with torchvision: slow and obvious. Tests hold the DALI views to it; nothing else uses it."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import torch
+import torchvision.transforms.v2.functional as F
+from PIL import Image
+
+from trainer.config.schema import ViewsConfig
+from trainer.data.plan import Plan, crop_windows
+
+_INTERPOLATION = {"bicubic": F.InterpolationMode.BICUBIC, "bilinear": F.InterpolationMode.BILINEAR}
+
+
+def reference_views(encoded: list[bytes], plan: Plan, recipe: ViewsConfig) -> torch.Tensor:
+    """Views (d, N, 3, S, S) uint8 of N encoded images."""
+    images = [F.pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB")) for data in encoded]
+    sizes = np.array([image.shape[1:] for image in images])
+    windows = crop_windows(plan, recipe, sizes[:, 0], sizes[:, 1])
+    return torch.stack(
+        [
+            torch.stack([_view(image, plan, recipe, windows, row, view) for row, image in enumerate(images)])
+            for view in range(recipe.num_views)
+        ]
+    )
+
+
+def _view(
+    image: torch.Tensor, plan: Plan, recipe: ViewsConfig, windows: np.ndarray, row: int, view: int
+) -> torch.Tensor:
+    if recipe.order == "color_first":
+        image = _color(image, plan, row, view)
+    top, left, height, width = map(int, windows[row, view])
+    v = F.resized_crop(
+        image, top, left, height, width, [recipe.side] * 2, _INTERPOLATION[recipe.interpolation], antialias=True
+    )
+    if plan.flip[row, view]:
+        v = F.horizontal_flip(v)
+    if recipe.order == "crop_first":
+        v = _color(v, plan, row, view)
+    sigma = float(plan.blur_sigma[row, view])
+    return F.gaussian_blur(v, [recipe.blur_window] * 2, [sigma] * 2) if sigma else v
+
+
+def _color(v: torch.Tensor, plan: Plan, row: int, view: int) -> torch.Tensor:
+    """In float, clamped to 0..1 by each operation and rounded once: torchvision's uint8 path cuts off the fraction
+    after each operation, which makes a picture darker by up to 1.5 levels."""
+    x = F.to_dtype(v, torch.float32, scale=True)
+    operations = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+    if plan.jitter[row, view]:
+        for which in plan.factor_order[row, view]:
+            x = operations[which](x, float(plan.factors[row, view, which]))
+    if plan.gray[row, view]:
+        x = F.rgb_to_grayscale(x, num_output_channels=3)
+    return (x * 255).round().to(torch.uint8)

@@ -1,0 +1,94 @@
+"""Published data sets by name. A further set is one function and one line in SETS."""
+
+import gzip
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torchvision
+from PIL import Image
+
+from trainer.data.image_probe import encode_png
+from trainer.errors import InputError
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ArraySplit:
+    """One split held in memory. images: (n, H, W) or (n, H, W, 3); labels: (n,), -1: none."""
+
+    images: Pixels
+    labels: npt.NDArray[np.int32]
+    class_names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, i: int) -> str:
+        return f"{i:06d}.png"
+
+    def read(self, i: int) -> bytes:
+        return encode_png(Image.fromarray(self.images[i]))
+
+
+class KnownSet(NamedTuple):
+    splits: tuple[str, ...]
+    load: Callable[[str, Path], ArraySplit]  # (split, folder for downloads)
+
+
+def load_split(name: str, split: str, download_dir: Path) -> ArraySplit:
+    """One split of a set in SETS, downloaded by torchvision where not in `download_dir`. Raises InputError with the fix."""
+    try:
+        return SETS[name].load(split, download_dir)
+    except (OSError, RuntimeError) as error:  # what torchvision raises without a network or for a broken archive
+        raise InputError(
+            f"cannot get {name} ({split}): {error}. Check the network, or put the files that torchvision would download "
+            f"into {download_dir} yourself; delete broken ones there"
+        ) from error
+
+
+def _fashion_mnist(split: str, download_dir: Path) -> ArraySplit:
+    class_names = list(torchvision.datasets.FashionMNIST.classes)
+    if DEBIAN_FASHION_MNIST.is_dir():
+        stem = DEBIAN_FASHION_MNIST / {"train": "train", "test": "t10k"}[split]
+        images = _read_idx(Path(f"{stem}-images-idx3-ubyte.gz"), header_bytes=16).reshape(-1, 28, 28)
+        return ArraySplit(
+            images, _read_idx(Path(f"{stem}-labels-idx1-ubyte.gz"), header_bytes=8).astype("i4"), class_names
+        )
+    found = torchvision.datasets.FashionMNIST(str(download_dir), train=split == "train", download=True)
+    return ArraySplit(found.data.numpy(), found.targets.numpy().astype("i4"), class_names)
+
+
+def _read_idx(path: Path, header_bytes: int) -> Pixels:
+    return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8, offset=header_bytes)
+
+
+def _cifar10(split: str, download_dir: Path) -> ArraySplit:
+    return _from_cifar(torchvision.datasets.CIFAR10(str(download_dir), train=split == "train", download=True))
+
+
+def _cifar100(split: str, download_dir: Path) -> ArraySplit:
+    return _from_cifar(torchvision.datasets.CIFAR100(str(download_dir), train=split == "train", download=True))
+
+
+def _from_cifar(found: Any) -> ArraySplit:
+    return ArraySplit(found.data, np.array(found.targets, "i4"), list(found.classes))
+
+
+def _stl10(split: str, download_dir: Path) -> ArraySplit:
+    found = torchvision.datasets.STL10(str(download_dir), split=split, download=True)
+    return ArraySplit(found.data.transpose(0, 2, 3, 1), found.labels.astype("i4"), list(found.classes))
+
+
+SETS = {
+    "fashion-mnist": KnownSet(("train", "test"), _fashion_mnist),
+    "cifar10": KnownSet(("train", "test"), _cifar10),
+    "cifar100": KnownSet(("train", "test"), _cifar100),
+    "stl10": KnownSet(("train", "test", "train+unlabeled"), _stl10),
+}

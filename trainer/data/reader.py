@@ -1,0 +1,109 @@
+"""Read and check one image's bytes for DALI, and try again after temporary faults of a network file system.
+
+`waiting_for` tells what is being read and since when: a file system that hangs raises no error.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+
+from trainer.data.image_probe import MAX_PIXELS, inspect_image, to_direct
+from trainer.data.index import Index
+from trainer.data.printable import printable
+from trainer.errors import InputError
+from trainer.files import refuse_machine_fault
+
+RETRY_PAUSES = (0.1, 1.0)  # seconds before the second and the third try
+TEMPORARY_FAULTS = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,  # a server of NFS was restarted, or the file replaced there
+        errno.ETIMEDOUT,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EBUSY,
+        errno.EREMOTEIO,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ENOTCONN,  # FUSE: its process is being restarted
+        errno.ESHUTDOWN,  # Lustre: the server put this client out
+    }
+)
+
+_log = logging.getLogger(__name__)
+
+
+class ImageReader:
+    """Reads images of an index. Safe to use from many threads."""
+
+    def __init__(self, index: Index, max_pixels: int = MAX_PIXELS) -> None:
+        self.index = index
+        self.max_pixels = max_pixels
+        self.refused_by_dali: set[int] = set()
+        """Images that are converted although their structure is sound."""
+        # thread -> (image, since when). Each thread writes its own entry only: no lock
+        self._reading: dict[int, tuple[int, float]] = {}
+        self._logged_temporary_fault = False
+
+    def read(self, image_id: int) -> tuple[bytes, str | None]:
+        """Return (bytes that DALI decodes, None), or (no bytes, what is wrong with the image).
+
+        Raises InputError if the machine is at fault and not the image."""
+        try:
+            data = self._read_stored(image_id)
+        except OSError as error:
+            refuse_machine_fault(error)
+            return b"", str(error)
+        info = inspect_image(data, self.max_pixels)
+        if info.kind == "bad":
+            return b"", info.problem
+        expected = int(self.index.heights[image_id]), int(self.index.widths[image_id])
+        if (info.height, info.width) != expected:
+            return b"", f"is {info.height}x{info.width} pixels, {expected[0]}x{expected[1]} when the index was built"
+        try:
+            return (to_direct(data) if info.kind == "convert" or image_id in self.refused_by_dali else data), None
+        except InputError as error:
+            return b"", str(error)
+
+    def waiting_for(self) -> list[tuple[str, float]]:
+        """Return (name, seconds) of each image that is being read now, the longest first. Any thread may call this."""
+        now = time.monotonic()
+        # copy() is atomic: no other thread can change the dict meanwhile
+        reading = sorted(self._reading.copy().values(), key=lambda item: item[1])
+        return [(self.index.name(image_id), now - since) for image_id, since in reading]
+
+    def _read_stored(self, image_id: int) -> bytes:
+        thread = threading.get_ident()
+        self._reading[thread] = image_id, time.monotonic()
+        try:
+            return self._read_patiently(image_id)
+        finally:
+            del self._reading[thread]
+
+    def _read_patiently(self, image_id: int) -> bytes:
+        failed: OSError | None = None
+        for pause in (*RETRY_PAUSES, None):
+            try:
+                data = self.index.read(image_id)
+            except OSError as error:
+                if error.errno not in TEMPORARY_FAULTS:
+                    raise
+                failed = error
+            else:
+                if failed is not None and not self._logged_temporary_fault:
+                    self._logged_temporary_fault = True
+                    _log.warning(
+                        "%s, but a later try succeeded: a temporary fault of the file system; further ones are not logged",
+                        printable(str(failed)),
+                    )
+                return data
+            if pause is not None:
+                time.sleep(pause)
+        raise OSError(f"{failed} ({len(RETRY_PAUSES) + 1} tries)") from failed

@@ -1,0 +1,250 @@
+"""Reads and decodes every image of a set as training does, and names what can't be used."""
+
+import os
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from trainer.config.schema import DataConfig
+from trainer.data.cache_folder import find_cache
+from trainer.data.decoding import decode
+from trainer.data.image_probe import inspect_image
+from trainer.data.index import Index, describe_labels
+from trainer.data.index_build import (
+    TOO_LARGE,
+    TOO_LARGE_BYTES,
+    WHOLE_FOLDER,
+    file_name,
+    list_class_folders,
+    list_folder,
+    open_without_waiting,
+)
+from trainer.data.index_file import compute_fingerprint, read_index
+from trainer.data.printable import printable
+from trainer.data.tar_shards import (
+    PICTURE_SUFFIXES,
+    SHARD_NAME,
+    describe_shards,
+    list_shards,
+    name_classes,
+    read_class_names,
+    read_shard,
+    shard_notes,
+    uncompress_shard,
+)
+from trainer.errors import InputError
+from trainer.files import refuse_machine_fault
+from trainer.progress import with_progress
+
+OnBad = Callable[[str, str], None]  # (name, problem)
+
+
+@dataclass
+class CheckReport:
+    """What was found, and `on_bad`, which is called with each bad file as it is found."""
+
+    on_bad: OnBad
+    checked: int = 0
+    converted: int = 0
+    """Valid images of rarer kinds, which are converted when they are read."""
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    """(path below the set, problem) of each bad file, in order."""
+    notes: list[str] = field(default_factory=list)
+    """What looks unintended but can be trained on."""
+    splits: list[str] = field(default_factory=list)
+    """A line for each split: how many files, classes and images of a class."""
+
+    def add_bad(self, name: str, problem: str) -> None:
+        """Add a bad file."""
+        self.bad.append((printable(name), problem))
+        self.on_bad(*self.bad[-1])
+
+
+class StoredImage(NamedTuple):
+    """Where one image's bytes are: `nbytes` from `offset` on, or the whole file if nbytes is -1. size: (height, width) in
+    pixels as an index has it."""
+
+    name: str
+    path: str
+    label: int
+    offset: int = 0
+    nbytes: int = -1
+    size: tuple[int, int] | None = None
+
+
+def check_data(
+    path: Path,
+    *,
+    splits: Sequence[str] | None = None,
+    threads: int | None = None,
+    progress: bool = False,
+    limits: DataConfig | None = None,
+    on_bad: OnBad = lambda name, problem: None,
+) -> CheckReport:
+    """Check what training would read of a set: tar shards, or an image folder with or without splits and classes.
+
+    splits: the only ones to check; None: all. threads: None: one a processor; each holds one decoded image. limits: its
+    max_image_pixels and max_classes hold. on_bad: called with (name, problem) of each bad file as it is found. Raises
+    InputError if there is nothing to check.
+    """
+    limits = limits or DataConfig()
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder")
+    report = CheckReport(on_bad)
+    shard_splits = sorted({found[1] for entry in path.iterdir() if (found := SHARD_NAME.fullmatch(entry.name))})
+    for split in _select(path, splits, shard_splits) if shard_splits else splits or _folder_splits(path):
+        if shard_splits:
+            images = list(_list_in_shards(path, split, limits.max_classes, report))
+        else:
+            images = list(_list_in_folder(path, split, report))
+        labels = np.array([image.label for image in images], np.int32)
+        report.splits.append(f"split {split}: {len(images)} files, {describe_labels(labels)}")
+        with ThreadPool(threads) as pool, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_image_pixels decides
+            verdicts = pool.imap(partial(_check_image, limits.max_image_pixels), images, chunksize=16)
+            shown = with_progress(verdicts, len(images), f"check {split}", progress)
+            _add_verdicts(split, zip(images, shown, strict=True), report)
+    if not report.checked and not report.bad:
+        raise InputError("; ".join([f"{path}: no files to check in it, hidden ones apart", *report.notes]))
+    return report
+
+
+def _add_verdicts(split: str, verdicts: Iterator[tuple[StoredImage, tuple[str, str]]], report: CheckReport) -> None:
+    others = []
+    for image, (verdict, problem) in verdicts:
+        report.checked += 1
+        report.converted += verdict == "convert"
+        if verdict == "other":
+            others.append(printable(image.name))
+        elif verdict == "bad":
+            report.add_bad(image.name, problem)
+    if others:
+        report.notes.append(f"split {split}: {len(others)} files are not images, left out ({', '.join(others[:5])})")
+
+
+def _select(path: Path, wanted: Sequence[str] | None, available: list[str]) -> list[str]:
+    if missing := sorted(set(wanted or []) - set(available)):
+        raise InputError(f"{path}: no shards of split {', '.join(missing)}; it has {', '.join(available)}")
+    return list(wanted or available)
+
+
+def _folder_splits(path: Path) -> list[str]:
+    """All folders beside `train`; the whole folder if it is not divided into splits."""
+    return list_class_folders(path) if (path / "train").is_dir() else [WHOLE_FOLDER]
+
+
+def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckReport) -> Iterator[StoredImage]:
+    """Yield the images that training reads: those of a prepared set's index, else those that the tars list. Problems of the
+    tars and the index themselves go to the report."""
+    shards, in_tars = _list_in_tars(root, split, report)
+    try:
+        labels = np.array([image.label for image in in_tars], np.int32)
+        name_classes(labels, read_class_names(root), [image.name for image in in_tars], max_classes)
+    except InputError as error:
+        report.add_bad(split, str(error))
+    path = root / f"{split}.index"
+    problem = _check_index(path, shards) if path.exists() else ""
+    if problem:
+        report.add_bad(path.name, problem)
+    if problem or not path.exists():
+        yield from in_tars
+        return
+    indexed = list(_list_in_index(Index(path, root, shards)))
+    if different := {image._replace(size=None) for image in indexed} - set(in_tars):
+        first = min(different).name
+        report.add_bad(path.name, f"{len(different)} of its images are not in the tars as it says, such as {first}")
+    yield from indexed
+
+
+def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Path], list[StoredImage]]:
+    """Return the shards, uncompressed, and the images of those that can be read."""
+    shards, images, left_out = [], [], []
+    for packed in list_shards(root, split):
+        shard = packed
+        try:
+            shard = uncompress_shard(packed, root if packed.suffix != ".gz" else find_cache(root))
+            shards.append(shard)
+            contents = read_shard(shard)
+        except InputError as error:
+            report.add_bad(packed.name, str(error).removeprefix(f"{shard}: "))
+            continue
+        left_out += [f"{packed.name}/{name}" for name in contents.left_out]
+        images += [StoredImage(f"{shard.name}/{sample.member}", str(shard), *sample[1:]) for sample in contents.samples]
+    labels = np.array([image.label for image in images], np.int32)
+    report.notes += shard_notes(split, labels, left_out, shards)
+    return shards, images
+
+
+def _list_in_index(index: Index) -> Iterator[StoredImage]:
+    for i in range(len(index)):
+        shard, offset, nbytes = index.place(i)
+        size = int(index.heights[i]), int(index.widths[i])
+        yield StoredImage(index.name(i), str(shard), int(index.labels[i]), offset, nbytes, size)
+
+
+def _check_index(path: Path, shards: list[Path]) -> str:
+    try:
+        metadata, columns = read_index(path)
+        if compute_fingerprint(columns, metadata["class_names"]) != metadata["fingerprint"]:
+            return "its contents do not match its fingerprint: damaged; delete it"
+    except (InputError, KeyError) as error:
+        return str(error)
+    return "" if metadata.get("shards") == describe_shards(shards) else "made for other shards: delete it"
+
+
+def _list_in_folder(root: Path, split: str, report: CheckReport) -> Iterator[StoredImage]:
+    folder = root / split
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    try:
+        listing = list_folder(root, split)
+    except InputError as error:
+        report.notes.append(str(error))
+        return
+    except OSError as error:
+        return report.add_bad(str(error.filename), f"cannot be read: {error.strerror}")
+    report.notes += listing.notes
+    for label, name in zip(listing.labels, listing.names, strict=True):
+        below = os.path.normpath(os.path.join(split, file_name(listing.class_names, label, name)))
+        yield StoredImage(below, os.path.join(root, below), label)
+
+
+def _check_image(max_pixels: int, image: StoredImage) -> tuple[str, str]:
+    """Return ("ok", "convert", "other" or "bad", problem)."""
+    try:
+        with open(image.path, "rb", opener=open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return "bad", "a pipe, socket or device"
+            if image.nbytes < 0 and os.fstat(file.fileno()).st_size >= TOO_LARGE_BYTES:
+                return "bad", TOO_LARGE
+            file.seek(image.offset)
+            data = file.read(image.nbytes)
+        info = inspect_image(data, max_pixels)
+        if info.kind == "bad":
+            return "bad" if _is_meant_as_image(image.name, data) else "other", info.problem
+        height, width, _ = decode(data, max_pixels).shape
+    except OSError as error:
+        refuse_machine_fault(error)
+        return "bad", f"cannot be read: {error.strerror or error}"
+    except InputError as error:
+        return "bad", str(error)
+    if image.size not in (None, (height, width)):
+        return "bad", f"is {height}x{width} pixels, unlike its entry in the index"
+    return ("convert" if info.kind == "convert" else "ok"), ""
+
+
+def _is_meant_as_image(name: str, data: bytes) -> bool:
+    """Whether a file that can't be read as an image was meant as one: by its suffix or, without one, by not being text."""
+    stem, dot, suffix = os.path.basename(name).rpartition(".")
+    if dot and stem:
+        return suffix.lower() in PICTURE_SUFFIXES
+    return not data or not data.isascii() or b"\0" in data

@@ -1,0 +1,1 @@
+"""This process among all of the job: ranks, process groups, devices, collectives."""

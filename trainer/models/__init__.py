@@ -1,0 +1,1 @@
+"""The networks: encoder, projector, BatchNorm."""
