@@ -2,7 +2,7 @@
 
     python -m benchmarks.loader_options --config FILE --data.root DIR [--seconds S] --out JSON [--section.key value ...]
 
-Smaller views as views.early_sides draws them, decoded images in memory (the cache is full when the clock starts), stored
+Smaller views as views.early_sizes draws them, decoded images in memory (the cache is full when the clock starts), stored
 images with their longer side at 400 pixels. Prints a table; JSON last.
 """
 
@@ -44,7 +44,7 @@ def variants(config: Config, shrunk: Path, cache: DecodeCache) -> Loaders:
     small_files = replace(config, data=replace(config.data, root=str(shrunk)))
     made: Loaders = {"as the recipe": partial(endless_loader, config)}
     for side in SIDES:
-        drawn = replace(config, views=replace(config.views, side=side))
+        drawn = replace(config, views=replace(config.views, size=side))
         made[f"views of {side} px"] = partial(endless_loader, drawn)
     made["decode_cache_gib"] = partial(endless_loader, config, cache=cache)
     made[f"prepare --max_side {MAX_SIDE}"] = partial(endless_loader, small_files)

@@ -23,11 +23,11 @@ def _backend(name: str) -> Any:
 
 
 class Whiten(torch.autograd.Function):
-    """x (B, M, k), eps, float64_factor, backend -> z (B, M, k), ok (B,), min_pivot (B,); see `kernels.whitening`."""
+    """x (B, M, k), eps, cholesky_float64, backend -> z (B, M, k), ok (B,), min_pivot (B,); see `kernels.whitening`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, float64_factor: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-        z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, float64_factor, backend)
+    def forward(ctx: Any, x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+        z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)
         ctx.eps, ctx.backend = eps, backend
         ctx.save_for_backward(z, w, u, ok)
         ctx.mark_non_differentiable(ok, min_pivot)
@@ -46,16 +46,16 @@ class Whiten(torch.autograd.Function):
         return torch.ops.wmse.whiten_backward(grad_z, *ctx.saved_tensors, ctx.eps, ctx.backend), None, None, None
 
 
-def _forward(x: Tensor, eps: float, float64_factor: bool, backend: str) -> tuple[Tensor, ...]:
+def _forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, ...]:
     """-> z (B, M, k), W (B, k, k), U (B, k, k) or empty where the backward does without, ok (B,), min_pivot (B,)."""
-    return _backend(backend).forward(x, eps, float64_factor)
+    return _backend(backend).forward(x, eps, cholesky_float64)
 
 
 def _backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, eps: float, backend: str) -> Tensor:
     return _backend(backend).backward(grad_z, z, w, u, ok, eps)
 
 
-def _fake_forward(x: Tensor, eps: float, float64_factor: bool, backend: str) -> tuple[Tensor, ...]:
+def _fake_forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, ...]:
     batch, num_rows, size = x.shape
     z, w = x.new_empty(batch, num_rows, size), x.new_empty(batch, size, size)
     u = torch.empty_like(w) if backend == "triton" and eps > 0 else x.new_empty(0)
@@ -68,7 +68,7 @@ def _fake_backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, 
 
 _library = torch.library.Library("wmse", "FRAGMENT")
 _library.define(
-    "whiten(Tensor x, float eps, bool float64_factor, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "whiten(Tensor x, float eps, bool cholesky_float64, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "whiten_backward(Tensor grad_z, Tensor z, Tensor w, Tensor u, Tensor ok, float eps, str backend) -> Tensor"

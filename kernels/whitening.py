@@ -30,7 +30,7 @@ class WhiteningStatus(NamedTuple):
     min_pivot: Tensor
 
 
-def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto", float64_factor: bool = False) -> Tensor:
+def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto", cholesky_float64: bool = False) -> Tensor:
     """Whiten each slice of x with the inverse Cholesky factor of its own covariance.
 
     x: (B, M, k) floating, M > k. Returns z (B, M, k), float64 if x is, else float32: z = (x - mean) @ inv(L).T with
@@ -41,33 +41,33 @@ def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto", float64_factor
     eps: shrinkage in [0, 1); the paper uses 0.
     backend: "auto" (the fastest by `kernels.backends`) or one of BACKENDS: "reference" is the definition, slice by slice,
         "torch" batched torch.linalg, "triton" kernels for NVIDIA GPUs, k up to 512, float32.
-    float64_factor: mean, covariance, factor and z in float64, rounded to float32 afterwards; the gradient stays float32.
+    cholesky_float64: mean, covariance, factor and z in float64, rounded to float32 afterwards; the gradient stays float32.
         Not with "triton". For embeddings whose covariance has a condition number above 1e5.
     Raises ValueError for a wrong shape, dtype, eps, or a backend that does not exist or cannot do it.
     """
-    return whiten_with_status(x, eps=eps, backend=backend, float64_factor=float64_factor)[0]
+    return whiten_with_status(x, eps=eps, backend=backend, cholesky_float64=cholesky_float64)[0]
 
 
 def whiten_with_status(
-    x: Tensor, *, eps: float = 0.0, backend: str = "auto", float64_factor: bool = False
+    x: Tensor, *, eps: float = 0.0, backend: str = "auto", cholesky_float64: bool = False
 ) -> tuple[Tensor, WhiteningStatus]:
     """As `whiten`, and also returns what became of each slice -> z (B, M, k), status."""
     _check(x, eps)
     x = x if x.dtype == torch.float64 else x.float()
-    backend = choose_backend(backend, x, tuple(x.shape), float64_factor)
+    backend = choose_backend(backend, x, tuple(x.shape), cholesky_float64)
     if backend == "reference":
-        z, ok, min_pivot = whitening_reference.whiten(x, eps, float64_factor)
+        z, ok, min_pivot = whitening_reference.whiten(x, eps, cholesky_float64)
     else:
-        z, ok, min_pivot = Whiten.apply(x, eps, float64_factor, backend)
+        z, ok, min_pivot = Whiten.apply(x, eps, cholesky_float64, backend)
     return z, WhiteningStatus(ok, min_pivot)
 
 
-def choose_backend(backend: str, values: Tensor, shape: tuple[int, ...], float64_factor: bool) -> str:
+def choose_backend(backend: str, values: Tensor, shape: tuple[int, ...], cholesky_float64: bool) -> str:
     """The backend that `backend` means for slices of the given shape (B, M, k), of the dtype and device of `values`.
 
     Raises ValueError for one that does not exist or cannot do it.
     """
-    in_float64 = float64_factor or values.dtype == torch.float64
+    in_float64 = cholesky_float64 or values.dtype == torch.float64
     return _choose(backend, values.device.type, *shape, in_float64)
 
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from kernels.precision import full_float32
 
 
-def whiten(x: Tensor, eps: float, float64_factor: bool) -> tuple[Tensor, Tensor, Tensor]:
+def whiten(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Whiten every slice of x by its own rows.
 
     x: (B, M, k) float32 or float64 -> z (B, M, k), ok (B,) bool, min_pivot (B,) float; see `kernels.whitening`.
     The backward is torch's: it follows the autocast and TF32 settings under which `backward()` is called.
     """
     with full_float32(x.device):
-        slices = [_whiten_slice(rows.double() if float64_factor else rows, eps, x.dtype) for rows in x.unbind(0)]
+        slices = [_whiten_slice(rows.double() if cholesky_float64 else rows, eps, x.dtype) for rows in x.unbind(0)]
         z, ok, min_pivot = (torch.stack(parts) for parts in zip(*slices, strict=True))
     return z.to(x.dtype), ok, min_pivot.to(x.dtype)
 

@@ -13,11 +13,11 @@ from kernels.precision import full_float32
 from kernels.whitening_reference import judge_factor
 
 
-def forward(x: Tensor, eps: float, float64_factor: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x (B, M, k) float32 or float64 -> z (B, M, k), W (B, k, k), empty, ok (B,), min_pivot (B,)."""
     num_rows = x.shape[1]
     with full_float32(x.device):
-        rows = x.double() if float64_factor else x
+        rows = x.double() if cholesky_float64 else x
         total = rows.sum(1, keepdim=True)
         centred = torch.sub(rows, total, alpha=1 / num_rows)
         covariance = torch.bmm(centred.mT, centred).mul_(1 / (num_rows - 1))

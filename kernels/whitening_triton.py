@@ -41,12 +41,12 @@ def _tiles(size: int) -> _Tiles:
     )
 
 
-def forward(x: Tensor, eps: float, float64_factor: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x (B, M, k) float32 -> z, W (B, k, k), U = L^T (B, k, k) if eps > 0 else empty, ok (B,), min_pivot (B,).
 
     Raises ValueError for float64, which these kernels do not have.
     """
-    if x.dtype != torch.float32 or float64_factor:
+    if x.dtype != torch.float32 or cholesky_float64:
         raise ValueError("the triton backend whitens in float32 only; take backend='torch' for float64")
     batch, num_rows, size = x.shape
     x = x.contiguous()

@@ -244,7 +244,7 @@ def numbers(names: list[str]) -> set[int]:
 def fuzz_images(count: int, rng: random.Random, folder: Path) -> tuple[dict[str, object], list[str]]:
     make_images(folder / "set", count, rng)
     (folder / "tiny.yaml").write_text(TINY)
-    common = ("--config", folder / "tiny.yaml", "--data.root", folder / "set", "--data.max_bad_share", 1)
+    common = ("--config", folder / "tiny.yaml", "--data.root", folder / "set", "--data.max_skipped_share", 1)
     common = (*common, "--optimizer.epochs", 2, "--data.images_per_step", STEP)
     codes, outputs, seconds = {}, {}, {}
     commands: dict[str, tuple[object, ...]] = {

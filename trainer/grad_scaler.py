@@ -13,7 +13,7 @@ SMALLEST_SCALE = 2.0**-24  # its inverse must stay finite
 STEPS_TO_GROW = 2000  # without an overflow, before the scale doubles
 
 
-class LossScale:
+class GradScaler:
     """The scale of this run, on the device; the same on all ranks, since all learn of an overflow in the same step."""
 
     def __init__(self, device: torch.device) -> None:

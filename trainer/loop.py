@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from trainer.distributed.process_group import peers, process_group, step_seconds
 from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import DONE, PREEMPTED, InputError, TrainingFailedError, exit_code_of
 from trainer.files import describe_os_error
-from trainer.metrics import Clock, DelayedMetrics, LossSums, MetricsWriter, count_bad_images
+from trainer.metrics import Clock, DelayedMetrics, MetricSums, MetricsWriter, count_bad_images
 from trainer.run.commit import git_commit
 from trainer.run.faults import FaultCounter
 from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
@@ -37,7 +37,7 @@ from trainer.run.state import RunState, note_lost_rank_0, wait_for_end
 from trainer.run.tensorboard import Board
 from trainer.run.watchdog import Watchdog
 from trainer.schedule import evaluation_steps, kept_steps
-from trainer.setup import Run, set_up
+from trainer.setup import Run, build_fault_counter, build_loader, set_up
 from trainer.tools.dry_run import describe_run
 
 _LOCK_SECONDS = 120.0  # a file server may hold the lock of a node that has died for a while
@@ -104,18 +104,22 @@ def _device(config: Config, ranks: Ranks) -> tuple[torch.device, str]:
         return torch.device("cpu"), str(error)
 
 
-def train(run: Run, stop: StopRequest, state: RunState) -> int:
-    """All steps from the newest checkpoint on. Returns DONE or PREEMPTED; raises TrainingFailedError."""
+def train(
+    run: Run, stop: StopRequest, state: RunState, make_loader: Callable[[Run, int], ViewLoader] = build_loader
+) -> int:
+    """Make all steps from the newest checkpoint on. Returns DONE or PREEMPTED; raises TrainingFailedError.
+
+    make_loader: builds the loader of the batches from a step on; benchmarks wrap it."""
     # --- where we are ---
     ranks, log_every = run.ranks, run.config.log.every_steps
-    sums = LossSums(run.device)
+    sums = MetricSums(run.step.method.metrics, run.device)
     first_step = step = resume(run, sums)
     open_writer = _writer(run, first_step, state)
     late = DelayedMetrics(_HOST_DELAY)
-    faults = run.fault_counter()
+    faults = build_fault_counter(run)
     clock = _clock(run, first_step)
     saves = _SaveTimes(run)
-    loader = run.loader(first_step)
+    loader = make_loader(run, first_step)
     stopping = GO_ON
     file_seconds = 60 * run.config.timeout_minutes
     limits = _StepLimits(run)
@@ -131,14 +135,9 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
         watchdog.doing(f"waits for the images of step {first_step}", limit=file_seconds)
         for batch in loader:
             watchdog.doing(f"makes step {batch.step}, or waits for another rank in it", limit=limits.seconds(batch))
-            rate = run.schedule.learning_rate(batch.step)
-            result = run.step(
-                batch.views,
-                run.permutations(batch.step),
-                rate,
-                stop=stop.level,
-                save=ranks.is_first and saves.minutes_due(),
-            )
+            learning_rate = run.schedule.learning_rate(batch.step)
+            save_due = ranks.is_first and saves.minutes_due()
+            result = run.step(batch.views, batch.step, learning_rate, stop=stop.level, save=save_due)
             sums.add(result)
             step = batch.step + 1
             state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
@@ -146,16 +145,16 @@ def train(run: Run, stop: StopRequest, state: RunState) -> int:
             # --- metrics and signals, read two steps late ---
             clock.waited(batch.wait_seconds)
             logged = step % log_every == 0 or step == run.schedule.total_steps
-            known = {"lr": rate, **clock.line(step), **_machine(run, loader)} if logged else {}
-            late.put(step, result.agreed, known, sums.take(result.embeddings, ranks) if logged else {})
+            known = {"lr": learning_rate, **clock.line(step), **_machine(run, loader)} if logged else {}
+            late.add(step, result.flags, known, sums.take(result.embeddings, ranks) if logged else {})
             if writer:
                 writer.show_step(step, batch.views)
-            stopping, save_now = _read_records(late.take(step), faults, writer, state)
+            stopping, save_now = _read_records(late.ready(step), faults, writer, state)
 
             # --- save, stop ---
             if stopping or save_now or saves.steps_due(step) or step == run.end_step:
                 # a resume after this step writes no line again, and a fault that ends the run is known before it is saved
-                stopping = max(stopping, _read_records(late.take(), faults, writer, state)[0])
+                stopping = max(stopping, _read_records(late.ready(), faults, writer, state)[0])
                 if step == run.end_step and first_step == 0:
                     faults.check_progress()
                 if stopping:
@@ -186,7 +185,7 @@ def _failure_told_at_once(state: RunState) -> Iterator[None]:
 def _read_records(
     records: list[dict[str, Any]], faults: FaultCounter, writer: MetricsWriter | None, state: RunState
 ) -> tuple[int, bool]:
-    """Count faults and write metrics -> how the ranks agreed to stop, and whether they agreed to save."""
+    """Count faults and write metrics. Returns how the ranks agreed to stop, and whether they agreed to save."""
     stopping, save_now = GO_ON, False
     for record in records:
         faults.count(record["step"] - 1, int(record["fault"]))
@@ -202,8 +201,8 @@ def _read_records(
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
     """Return the memory and the bad images for a logged line."""
     used, limit = memory_gib(run.device)
-    bad_images = count_bad_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
-    return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "bad_images": bad_images}
+    skipped_images = count_bad_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
+    return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "skipped_images": skipped_images}
 
 
 def _clock(run: Run, first_step: int) -> Clock:
@@ -240,7 +239,8 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     _log.info("start %d of this run%s, at step %d of %d", state.starts, job, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml", run.sources)
     board = Board(run.run_dir, first_step, run.config) if run.config.log.tensorboard else None
-    writer = MetricsWriter(run.run_dir, first_step, run.end_step, run.config.optimizer.epochs, board)
+    epochs = run.config.optimizer.epochs
+    writer = MetricsWriter(run.run_dir, first_step, run.end_step, epochs, run.step.method, board)
     return closing(writer)
 
 
@@ -282,14 +282,14 @@ class _StepLimits:
     """How long a step may stand before the watchdog ends the process."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._side, self._long_until = run, 0, 0
+        self._run, self._size, self._long_until = run, 0, 0
 
     def seconds(self, batch: Batch) -> float | None:
         """Return the limit of a step; the first step at each size of the views may compile, and the host notices two steps
         later that another rank still does."""
-        side = batch.views.shape[-1]
-        if side != self._side:
-            self._side, self._long_until = side, batch.step + _HOST_DELAY
+        size = batch.views.shape[-1]
+        if size != self._size:
+            self._size, self._long_until = size, batch.step + _HOST_DELAY
         may_compile = batch.step <= self._long_until
         return step_seconds(self._run.config, self._run.ranks, self._run.device, may_compile=may_compile)
 

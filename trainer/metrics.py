@@ -24,21 +24,37 @@ from torch import Tensor
 from trainer.data.quarantine import read_quarantine
 from trainer.distributed.ranks import Ranks
 from trainer.files import write_text
+from trainer.methods.method import Method
+from trainer.metric import Metric
 from trainer.progress import RunBar
 from trainer.run.faults import CollapseWatch
-from trainer.run.tensorboard import GROUPS, Board
-from trainer.step import StepResult
+from trainer.run.tensorboard import Board
+from trainer.step import RankFlags, StepResult
 
 _log = logging.getLogger(__name__)
-AGREED = ("fault", "stop", "save")  # of `StepResult.agreed`
-FIELDS = (
-    "step",
-    "epoch",
-    *(name for names in GROUPS.values() for name in names),
-    "memory_limit_gib",
-    "eta_seconds",
-    "time",
-)
+# of every method; a method adds its own (`Method.metrics`)
+_COMMON = {
+    "step": Metric(),
+    "epoch": Metric(),
+    "loss": Metric("train", "loss {:.3f}"),
+    "lr": Metric("train", "lr {:.3g}"),
+    "images_per_s": Metric("speed", "{:.4g} img/s"),
+    "views_per_s": Metric("speed", "{:.4g} views/s"),
+    "seconds_per_step": Metric("speed", "{:.3g} s/step"),
+    "data_wait": Metric("speed", "data {:.0%}"),
+    "memory_gib": Metric("speed", "mem {:.1f}/{memory_limit_gib:.0f} GiB"),
+    "effective_rank": Metric("health", "eff. rank {:.3g}"),
+    "skipped_steps": Metric("health", "skipped steps {:d}", only_if_not_zero=True),
+    "skipped_images": Metric("health", "skipped images {:d}", only_if_not_zero=True),
+    "memory_limit_gib": Metric(),
+    "eta_seconds": Metric(),
+    "time": Metric(),
+}
+
+
+def all_metrics(of_method: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics of a run by their names in metrics.jsonl, in the order in which they are written."""
+    return {**_COMMON, **of_method}
 
 
 class DelayedMetrics:
@@ -48,12 +64,14 @@ class DelayedMetrics:
         self._delay = delay
         self._waiting: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
 
-    def put(self, step: int, agreed: Tensor, known: Mapping[str, Any], metrics: Mapping[str, Tensor]) -> None:
+    def add(self, step: int, flags: RankFlags, known: Mapping[str, Any], metrics: Mapping[str, Tensor]) -> None:
         """Start to copy the values of step `step` to the host.
 
-        agreed: as in `StepResult`. known: values that are on the host already. metrics: 0-d tensors by name, if a line is due.
+        known: values that are on the host already. metrics: 0-d tensors by name, if a line is due.
         """
-        values = torch.cat([agreed.double(), torch.stack(list(metrics.values()))]) if metrics else agreed
+        on_device = {**flags._asdict(), **metrics}
+        # float64 holds flags exactly, too
+        values = torch.stack([value.double() for value in on_device.values()]) if metrics else torch.stack(list(flags))
         event = None
         if values.device.type == "cuda":
             host = torch.empty_like(values, device="cpu", pin_memory=True)  # a copy to pageable memory would wait
@@ -62,11 +80,11 @@ class DelayedMetrics:
             event.record()
         else:
             host = values.detach().clone()
-        self._waiting.append(({"step": step, **known}, [*AGREED, *metrics], host, event))
+        self._waiting.append(({"step": step, **known}, list(on_device), host, event))
 
-    def take(self, step: float = math.inf) -> list[dict[str, Any]]:
+    def ready(self, step: float = math.inf) -> list[dict[str, Any]]:
         """Return the records that are due after `step` steps, in order; without `step`, all of them. A record holds `known`,
-        the three values of AGREED, and the metrics if there were any."""
+        the flags by name, and the metrics if there were any."""
         due = []
         while self._waiting and self._waiting[0][0]["step"] <= step - self._delay:
             known, names, host, event = self._waiting.popleft()
@@ -76,49 +94,61 @@ class DelayedMetrics:
         return due
 
 
-class LossSums:
-    """Loss of the steps since the last logged line, on the device; steps whose update was left out do not count."""
+class MetricSums:
+    """Loss and metrics of a method since the last logged line, on the device. Steps whose update was skipped count only for
+    metrics that keep the smallest value."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, applied steps, failed steps
-        self.min_pivot = torch.ones((), device=device)
+    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        self._means = ["loss", *(name for name, metric in metrics.items() if metric.over == "mean")]
+        self._minima = [name for name, metric in metrics.items() if metric.over == "min"]
+        # a sum for each mean, then the numbers of applied and of skipped updates
+        self._sums = torch.zeros(len(self._means) + 2, dtype=torch.float64, device=device)
+        self._smallest = torch.full((len(self._minima),), torch.inf, dtype=torch.float64, device=device)
 
     def add(self, result: StepResult) -> None:
         """Add one step."""
-        applied = ~result.failed
-        loss = torch.where(applied, result.loss, 0.0).double()
-        self.sums += torch.stack([loss, applied.double(), result.failed.double()])
-        self.min_pivot = torch.minimum(self.min_pivot, result.min_pivot)
+        values = {"loss": result.loss, **result.metrics}
+        applied = ~result.skipped
+        means = torch.stack([values[name].double() for name in self._means])
+        counts = torch.stack([applied, result.skipped]).double()
+        self._sums += torch.cat([torch.where(applied, means, 0.0), counts])
+        if self._minima:
+            smallest = torch.stack([values[name].double() for name in self._minima])
+            self._smallest = torch.minimum(self._smallest, smallest)
 
     def take(self, embeddings: Tensor, ranks: Ranks) -> dict[str, Tensor]:
-        """The metrics of the steps since the last call, over all ranks: 0-d float64, by their names in metrics.jsonl."""
-        sums, pivot = self._over_ranks(ranks)
-        self.sums.zero_()
-        self.min_pivot.fill_(1.0)
+        """Return the metrics of the steps since the last call, over all ranks: 0-d float64, by their names in
+        metrics.jsonl."""
+        sums, smallest = self._over_ranks(ranks)
+        self._sums.zero_()
+        self._smallest.fill_(torch.inf)
+        applied, skipped = sums[-2:]
         return {
-            "loss": sums[0] / sums[1],  # NaN if no step was applied
+            **dict(zip(self._means, (sums[:-2] / applied).unbind(), strict=True)),  # NaN if no update was applied
+            **dict(zip(self._minima, smallest.unbind(), strict=True)),
             "effective_rank": effective_rank(embeddings, ranks),
-            "min_pivot": pivot.double(),
-            "failed_steps": sums[2] / ranks.world_size,
+            "skipped_steps": skipped / ranks.world_size,
         }
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
         """Return the state for a checkpoint between two logged lines: a rank's share of the sums over all. Every rank calls
         this."""
-        sums, pivot = self._over_ranks(ranks)
-        return {"sums": sums / ranks.world_size, "min_pivot": pivot}
+        sums, smallest = self._over_ranks(ranks)
+        return {"sums": sums / ranks.world_size, "smallest": smallest}
 
     def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
-        sums, pivot = self.sums.clone(), self.min_pivot.clone()
+        sums = self._sums.clone()
+        smallest = self._smallest.clone()
         if ranks.world_size > 1:
             dist.all_reduce(sums)
-            dist.all_reduce(pivot, dist.ReduceOp.MIN)
-        return sums, pivot
+            if self._minima:
+                dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return sums, smallest
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.sums.copy_(state["sums"])
-        self.min_pivot = state["min_pivot"].to(self.sums.device)
+        self._sums.copy_(state["sums"])
+        self._smallest.copy_(state["smallest"])
 
 
 def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
@@ -172,8 +202,16 @@ class Clock:
 class MetricsWriter:
     """Writes the metrics of a run, on the first rank. Drops lines after `first_step` that an earlier start wrote."""
 
-    def __init__(self, run_dir: Path, first_step: int, end_step: int, epochs: int, board: Board | None = None) -> None:
-        """epochs: of the whole run. board: None: no TensorBoard."""
+    def __init__(
+        self,
+        run_dir: Path,
+        first_step: int,
+        end_step: int,
+        epochs: int,
+        method: Method | None = None,
+        board: Board | None = None,
+    ) -> None:
+        """epochs: of the whole run. method: whose metrics are written beside the common ones. board: None: no TensorBoard."""
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, first_step)
         self._file = self._path.open("ab", buffering=0)
@@ -181,6 +219,8 @@ class MetricsWriter:
         self._board, self._has_views = board, False
         self._bar = RunBar(first_step, end_step)
         self._collapse = CollapseWatch()
+        self._method = method or Method()
+        self._metrics = all_metrics(self._method.metrics)
         self._end_step, self._epochs = end_step, epochs
 
     def show_step(self, step: int, views: Tensor) -> None:
@@ -192,12 +232,15 @@ class MetricsWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record of `DelayedMetrics.take` to metrics.jsonl, TensorBoard and the log. NaN and infinity become null."""
-        self._collapse.see(record["step"], record["min_pivot"], record["effective_rank"])
-        values = {name: _finite(record[name]) for name in FIELDS} | {"failed_steps": round(record["failed_steps"])}
+        warnings = [*self._method.health_warnings(record), *self._collapse.warnings(record["effective_rank"])]
+        for warning in warnings:
+            _log.warning("step %d: %s", record["step"], warning)
+        values = {name: _finite(record[name]) for name in self._metrics}
+        values |= {"skipped_steps": round(record["skipped_steps"])}
         self._append(json.dumps(values) + "\n")
         if self._board:
-            self._board.draw(values)
-        _log.info("%s", describe_line(values, self._end_step, self._epochs))
+            self._board.draw(values, self._metrics)
+        _log.info("%s", describe_line(values, self._metrics, self._end_step, self._epochs))
         self._bar.move(record["step"], f"loss {record['loss']:.3f}  {record['images_per_s']:.4g} img/s")
 
     def _append(self, line: str) -> None:
@@ -223,25 +266,16 @@ class MetricsWriter:
         self._file.close()
 
 
-def describe_line(values: Mapping[str, Any], end_step: int, epochs: int) -> str:
+def describe_line(values: Mapping[str, Any], metrics: Mapping[str, Metric], end_step: int, epochs: int) -> str:
     """Format the values of a line of metrics.jsonl for the log. Values that are null are left out."""
-    formats = {
-        "loss": "loss {:.3f}",
-        "lr": "lr {:.3g}",
-        "images_per_s": "{:.4g} img/s",
-        "views_per_s": "{:.4g} views/s",
-        "seconds_per_step": "{:.3g} s/step",
-        "data_wait": "data {:.0%}",
-        "memory_gib": f"mem {{:.1f}}/{values.get('memory_limit_gib', 0):.0f} GiB",
-        "effective_rank": "eff. rank {:.3g}",
-        "min_pivot": "min pivot {:.1e}",
-    }
-    # shown only if they are not 0
-    formats |= {name: f"{name.replace('_', ' ')} {{:d}}" for name in ("failed_steps", "bad_images") if values[name]}
-    said = [text.format(values[name]) for name, text in formats.items() if values.get(name) is not None]
-    left = timedelta(seconds=round(values["eta_seconds"]))
-    head = f"epoch {int(values['epoch'])}/{epochs}", f"step {values['step']}/{end_step}"
-    return "  ".join([*head, *said, f"ETA {left}"])
+    shown = [
+        metric.text.format(values[name], **values)
+        for name, metric in metrics.items()
+        if metric.text and values.get(name) is not None and not (metric.only_if_not_zero and values[name] == 0)
+    ]
+    time_left = timedelta(seconds=round(values["eta_seconds"]))
+    head = [f"epoch {int(values['epoch'])}/{epochs}", f"step {values['step']}/{end_step}"]
+    return "  ".join([*head, *shown, f"ETA {time_left}"])
 
 
 def count_bad_images(quarantine: Path, own: int) -> int:

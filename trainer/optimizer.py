@@ -8,22 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.backends import why_not
 from trainer.config.schema import OptimizerConfig
+from trainer.errors import InputError
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of the config over all parameters of `model`. The rate is set each step by `update`."""
+    """Build the optimizer of all parameters of `model` that need a gradient. `update` sets the learning rate in each step.
+
+    Raises InputError if the optimizer's backend can't run on `device`."""
+    reason = why_not(config.backend, device.type, size=1, in_float64=False)
+    if reason:
+        raise InputError(f"optimizer.backend {config.backend} {reason}: set optimizer.backend to auto or torch")
     if config.name == "lars":
         groups = parameter_groups(model, config.weight_decay)
         return Lars(groups, config.momentum, config.trust_coefficient, by_triton=config.backend == "triton")
+    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.Adam(
-        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=device.type == "cuda"
+        trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=device.type == "cuda"
     )
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices and kernels get weight decay and adaptation; vectors (BatchNorm, biases) neither (SimCLR)."""
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay, "adapt": True},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "adapt": False},

@@ -32,11 +32,11 @@ class Schedule:
         return self.peak * self.drop_factor ** sum(step >= drop for drop in self.drop_steps)
 
 
-def side_steps(config: Config, steps_per_epoch: int) -> tuple[tuple[int, int], ...]:
-    """(first step, side of the views from there on), rising from step 0."""
+def size_steps(config: Config, steps_per_epoch: int) -> tuple[tuple[int, int], ...]:
+    """(first step, size of the views from there on), rising from step 0."""
     v = config.views
-    starts = [0, *(epoch * steps_per_epoch for epoch in v.early_side_epochs)]
-    return tuple(zip(starts, [*v.early_sides, v.side], strict=True))
+    starts = [0, *(epoch * steps_per_epoch for epoch in v.early_size_epochs)]
+    return tuple(zip(starts, [*v.early_sizes, v.size], strict=True))
 
 
 class Steps:

@@ -1,6 +1,6 @@
-"""One update, never waiting for the device: forward, loss, backward, agreement over ranks, optimizer.
+"""One update of any method, never waiting for the device: forward, loss, backward, agreement over ranks, optimizer.
 
-Shapes: R = d*N rows of this rank (view-major), S pixels a side, k embedding size.
+Shapes: R = d*N views of this rank (view-major), S pixels a side, k embedding size.
 """
 
 from __future__ import annotations
@@ -12,150 +12,138 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from trainer.config.schema import LossConfig
-from trainer.distributed.gather import gather_rows
 from trainer.distributed.process_group import agree
-from trainer.distributed.ranks import Ranks
-from trainer.grad_scaler import LossScale
-from trainer.losses.wmse import wmse_loss_with_status
-from trainer.models.batch_norm import BatchNormStatistics
+from trainer.distributed.ranks import ImageRange, Ranks
+from trainer.grad_scaler import GradScaler
+from trainer.methods.method import LossOutput, Method
+from trainer.models.untrained_state import UntrainedState
 from trainer.optimizer import update
 from trainer.run.faults import GRADIENT_FAULT, fault_code, fault_codes
+
+
+class RankFlags(NamedTuple):
+    """What all ranks agree on in a step, each the largest over all ranks."""
+
+    fault: Tensor  # 0: none; else a code of `faults.fault_codes`
+    stop: Tensor  # GO_ON, PREEMPT or STOP of `signals`
+    save: Tensor  # 1: save a checkpoint
 
 
 class StepResult(NamedTuple):
     """What a step leaves on the device; the loop reads it later."""
 
-    loss: Tensor  # 0-d float32, of this rank's slice group
+    loss: Tensor  # 0-d float32, of this rank's loss group
+    metrics: dict[str, Tensor]  # 0-d, those of the method
     embeddings: Tensor  # (R, k) float32, without gradient
-    min_pivot: Tensor  # 0-d, the smallest relative pivot of this rank's slices
-    failed: Tensor  # 0-d bool, the same on all ranks: the update was not applied
-    agreed: Tensor  # (3,) int32, the same on all ranks: what failed (`faults.fault_code`), stop and save asked for
-
-
-class Computed(NamedTuple):
-    """Of the whole step or, with accumulation, of one part of it."""
-
-    loss: Tensor  # 0-d, without gradient
-    embeddings: Tensor  # (rows, k), without gradient
-    ok: Tensor  # (d, slices of a view) bool
-    min_pivot: Tensor  # 0-d
+    skipped: Tensor  # 0-d bool, the same on all ranks: the update was not applied
+    flags: RankFlags  # 0-d int32 each, the same on all ranks
 
 
 class TrainStep:
-    """The parts of a step, held together. Call it once a step."""
+    """The parts of a step. Call it once a step."""
 
     def __init__(
         self,
-        model: nn.Module,
+        method: Method,
         optimizer: torch.optim.Optimizer,
-        loss: LossConfig,
         *,
         num_views: int,
-        autocast_dtype: torch.dtype | None,
+        images: ImageRange,
         ranks: Ranks,
-        slice_group: Any = None,
-        accumulation_steps: int = 1,
+        wrapped: nn.Module | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        micro_batches: int = 1,
     ) -> None:
-        """model: from `process_group.wrap_model`. autocast_dtype: None for float32 throughout; with float16 the loss is scaled.
+        """images: the images of each step that this rank holds. wrapped: the method's networks from
+        `process_group.wrap_model`; None: as they are.
 
-        slice_group: process group whose rows are whitened together; None: this rank's own rows.
-        accumulation_steps: parts of a rank's images, each of whole slices, that go through one after the other.
+        autocast_dtype: None for float32 throughout; with float16 the loss is scaled.
+        micro_batches: consecutive parts of a rank's images, whose gradients are added up.
         """
-        assert slice_group is None or accumulation_steps == 1, "a part would need the same part of its neighbours"
-        self.model, self.optimizer, self.loss, self.num_views = model, optimizer, loss, num_views
-        self.autocast_dtype, self.ranks, self.slice_group = autocast_dtype, ranks, slice_group
-        self.accumulation_steps = accumulation_steps
-        self.statistics = BatchNormStatistics(model)
-        codes = fault_codes(num_views, ranks.rank, ranks.world_size)
-        self.device = next(model.parameters()).device
+        self.method = method
+        self.optimizer = optimizer
+        self.networks: Any = wrapped or method.networks
+        self.num_views = num_views
+        self.images = images
+        self.ranks = ranks
+        self.autocast_dtype = autocast_dtype
+        self.micro_batches = micro_batches
+        self.device = next(method.networks.parameters()).device
+        self.untrained_state = UntrainedState(method.networks)
+        codes = fault_codes(len(method.checks), ranks.rank, ranks.world_size)
         self.fault_codes = torch.tensor(codes, dtype=torch.int32, device=self.device)
-        self.loss_scale = LossScale(self.device) if autocast_dtype == torch.float16 else None
+        self.grad_scaler = GradScaler(self.device) if autocast_dtype == torch.float16 else None
 
     def __call__(
-        self, pixels: Tensor, permutations: Tensor, learning_rate: float, *, stop: int = 0, save: bool = False
+        self, pixels: Tensor, step: int, learning_rate: float, *, stop: int = 0, save: bool = False
     ) -> StepResult:
-        """pixels: (R, 3, S, S) uint8. permutations: (iterations, images of the slice group) int64, on the device.
+        """Make one update. pixels: (R, 3, S, S) uint8, channels_last. step: counted from 0.
 
         stop: how this rank was asked to stop (`signals`: GO_ON, PREEMPT or STOP). save: whether it wants the run to be saved.
         All ranks learn of both in the result.
         """
-        self.statistics.remember()
-        loss, embeddings, ok, min_pivot = self._gradients(pixels, permutations)
+        self.untrained_state.remember()
+        output = self._forward_backward(pixels, step)
+
         with record_function("agree"):
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            fault = fault_code(ok, loss, gradients, self.fault_codes)
-            agreed = agree(torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)]), self.ranks)
-            failed = agreed[0] > 0
+            gradients = [p.grad for p in self.method.networks.parameters() if p.grad is not None]
+            fault = fault_code(output.ok, output.loss, gradients, self.fault_codes)
+            own_flags = torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)])
+            flags = RankFlags(*agree(own_flags, self.ranks).unbind())
+            skipped = flags.fault > 0
+
+        # every rank comes here, whether the update is skipped or not: only the device knows
         with record_function("update"):
-            if self.loss_scale:
-                self.loss_scale.unscale(gradients)
-                self.loss_scale.update(agreed[0] == GRADIENT_FAULT)
-            update(self.optimizer, learning_rate, failed)
+            if self.grad_scaler:
+                self.grad_scaler.unscale(gradients)
+                self.grad_scaler.update(flags.fault == GRADIENT_FAULT)
+            update(self.optimizer, learning_rate, skipped)
             self.optimizer.zero_grad(set_to_none=True)
-            self.statistics.restore_if(failed)
-        return StepResult(loss, embeddings, min_pivot, failed, agreed)
+            self.method.after_update(step)
+            self.untrained_state.restore_if(skipped)
+        return StepResult(output.loss, output.metrics, output.embeddings, skipped, flags)
 
-    def _gradients(self, pixels: Tensor, permutations: Tensor) -> Computed:
-        """Forward, loss and backward, part by part; ranks average their gradients during the last part's backward."""
-        count = self.accumulation_steps
+    def _forward_backward(self, pixels: Tensor, step: int) -> LossOutput:
+        """Add up the gradients of all micro-batches; DDP averages them over ranks in the last one's backward."""
+        count = self.micro_batches
         if count == 1:
-            return self._part(pixels, permutations)
-        parts = []
-        orders = split_orders(permutations, count)
-        for number, rows in enumerate(split_images(pixels, self.num_views, count)):
-            with self.model.no_sync() if number < count - 1 and self.ranks.world_size > 1 else nullcontext():  # type: ignore[operator]
-                parts.append(self._part(rows, orders[number]))
-        losses, embeddings, ok, pivots = zip(*parts, strict=True)
-        by_view = torch.cat([e.unflatten(0, (self.num_views, -1)) for e in embeddings], dim=1)
-        return Computed(
-            torch.stack(losses).mean(), by_view.flatten(0, 1), torch.cat(ok, dim=1), torch.stack(pivots).min()
-        )
+            return self._micro_batch(pixels, step, self.images)
+        size = self.images.count // count
+        outputs = []
+        for number, part in enumerate(split_images(pixels, self.num_views, count)):
+            images = ImageRange(self.images.first + number * size, size)
+            sends = number == count - 1 or self.ranks.world_size == 1
+            with nullcontext() if sends else self.networks.no_sync():
+                outputs.append(self._micro_batch(part, step, images))
+        return self._joined(outputs)
 
-    def _part(self, pixels: Tensor, permutations: Tensor) -> Computed:
-        """Adds the gradients of these rows, over the number of parts, to those that are there."""
-        with record_function("forward"), self._autocast():
-            embeddings = self.model(pixels)
+    def _micro_batch(self, pixels: Tensor, step: int, images: ImageRange) -> LossOutput:
+        """Forward, loss and backward of `images`; adds the gradients to those of the micro-batches before."""
+        dtype = self.autocast_dtype
+        with record_function("forward"), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            outputs = self.networks(pixels)
         with record_function("loss"):
-            loss, ok, min_pivot = self._loss(embeddings, permutations)
-            scaled = loss / self.accumulation_steps if self.accumulation_steps > 1 else loss
-            scaled = scaled * self.loss_scale.scale if self.loss_scale else scaled
-        with record_function("backward"), self.statistics.unchanged():
+            result = self.method.loss(outputs, step, images)
+            scaled = result.loss / self.micro_batches if self.micro_batches > 1 else result.loss
+            scaled = scaled * self.grad_scaler.scale if self.grad_scaler else scaled
+        with record_function("backward"), self.untrained_state.unchanged():
             scaled.backward()
         # CUDA graphs write the next embeddings over these
-        return Computed(loss.detach(), embeddings.detach().clone(), ok.unflatten(0, (self.num_views, -1)), min_pivot)
+        return result._replace(loss=result.loss.detach(), embeddings=result.embeddings.detach().clone())
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
-
-    def _loss(self, embeddings: Tensor, permutations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss (0-d), which slices were whitened (slices,), view-major, and their smallest pivot (0-d)."""
-        together = embeddings
-        if self.slice_group is not None:
-            together = gather_rows(embeddings, self.num_views, self.slice_group)
-        c = self.loss
-        loss, status = wmse_loss_with_status(
-            together,
-            num_views=self.num_views,
-            slice_size=c.slice_size,
-            iterations=c.iterations,
-            normalize=c.normalize,
-            permutations=permutations,
-            eps=c.eps,
-            backend=c.backend,
-            float64_factor=c.float64_factor,
-        )
-        return loss, status.ok, status.min_pivot.min()
+    def _joined(self, outputs: list[LossOutput]) -> LossOutput:
+        """Join the outputs of a step's micro-batches."""
+        metrics = {}
+        for name, metric in self.method.metrics.items():
+            values = torch.stack([output.metrics[name] for output in outputs])
+            metrics[name] = values.min() if metric.over == "min" else values.mean()
+        by_view = torch.cat([output.embeddings.unflatten(0, (self.num_views, -1)) for output in outputs], dim=1)
+        loss = torch.stack([output.loss for output in outputs]).mean()
+        ok = torch.stack([output.ok for output in outputs]).all(0)
+        return LossOutput(loss, ok, metrics, by_view.flatten(0, 1))
 
 
 def split_images(pixels: Tensor, num_views: int, count: int) -> list[Tensor]:
-    """(R, 3, S, S) channels_last, view-major -> `count` of the same for consecutive images, each with all views of them."""
+    """Split (R, 3, S, S) channels_last, view-major, into `count` of the same for consecutive images, each with all views."""
     by_view = pixels.permute(0, 2, 3, 1).unflatten(0, (num_views, -1))  # a copy keeps the order of its last dimensions
     return [part.flatten(0, 1).permute(0, 3, 1, 2) for part in by_view.chunk(count, dim=1)]
-
-
-def split_orders(permutations: Tensor, count: int) -> list[Tensor]:
-    """(iterations, images) -> `count` of (iterations, images of a part), counted from the part's first image; no order leaves
-    its part, since a part holds whole blocks of permutation."""
-    size = permutations.shape[1] // count
-    return [part - number * size for number, part in enumerate(permutations.chunk(count, dim=1))]

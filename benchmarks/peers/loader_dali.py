@@ -63,7 +63,7 @@ def dali_batches(config: Config, *, decode_once: bool) -> Iterator[Any]:
 def _crop_of_pixels(image: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
     return fn.random_resized_crop(
         image,
-        size=recipe.side,
+        size=recipe.size,
         random_area=recipe.crop_area,
         random_aspect_ratio=recipe.crop_ratio,
         interp_type=INTERPOLATION[recipe.interpolation],
@@ -80,7 +80,7 @@ def _crop_of_file(encoded: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
         adjust_orientation=False,
         seed=next(seeds),
     )
-    size = (recipe.side, recipe.side)
+    size = (recipe.size, recipe.size)
     return fn.resize(crop, size=size, interp_type=INTERPOLATION[recipe.interpolation], antialias=True)
 
 

@@ -28,7 +28,7 @@ class TorchvisionViews(Dataset):
         blur = v2.GaussianBlur(recipe.blur_window, recipe.blur_sigma)
         self.transform = v2.Compose(
             [
-                v2.RandomResizedCrop(recipe.side, recipe.crop_area, recipe.crop_ratio, MODES[recipe.interpolation]),
+                v2.RandomResizedCrop(recipe.size, recipe.crop_area, recipe.crop_ratio, MODES[recipe.interpolation]),
                 v2.RandomHorizontalFlip(recipe.flip_probability),
                 v2.RandomApply([jitter], recipe.color_probability),
                 v2.RandomGrayscale(recipe.gray_probability),

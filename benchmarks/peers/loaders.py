@@ -31,7 +31,7 @@ def compare_loaders(config: Config, seconds: float, workers: int) -> dict[str, A
         "workers": workers,
         "images_per_step": config.data.images_per_step,
         "num_views": config.views.num_views,
-        "side": config.views.side,
+        "side": config.views.size,
         "interpolation": config.views.interpolation,
         "warm_up_steps": WARMUP_STEPS,
     }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.bench.timing import Window, spread, take_turns, timed_after
 from trainer.config.schema import Config, OptimizerConfig
 from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_model
+from trainer.models.networks import build_encoder_projector
 from trainer.optimizer import build_optimizer, update
 
 RATE = 1e-3  # with gradients of 1e-3 weights stay about what they are, however many updates a window makes
@@ -23,7 +23,7 @@ Step = Callable[[], Any]
 def compare_optimizers(config: Config, seconds: float, device: torch.device) -> dict[str, Any]:
     """Microseconds of an update, and how many times as fast as each peer ours is. Every update gets the same random
     gradients, put into place outside the clock, for some optimizers change them."""
-    shapes = [p.shape for p in build_model(config, Ranks()).parameters()]
+    shapes = [p.shape for p in build_encoder_projector(config, Ranks()).parameters()]
     generator = torch.Generator(device).manual_seed(0)
     gradients = [1e-3 * torch.randn(shape, device=device, generator=generator) for shape in shapes]
     windows = {
@@ -52,14 +52,14 @@ def optimizers(config: Config, device: torch.device) -> dict[str, tuple[nn.Modul
 
 
 def _ours(config: Config, settings: OptimizerConfig, device: torch.device) -> tuple[nn.Module, Step]:
-    model = build_model(config, Ranks()).to(device)
+    model = build_encoder_projector(config, Ranks()).to(device)
     optimizer = build_optimizer(model, settings, device)
     failed = torch.zeros((), dtype=torch.bool, device=device)
     return model, lambda: update(optimizer, RATE, failed)
 
 
 def _peer(config: Config, device: torch.device, make: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, Step]:
-    model = build_model(config, Ranks()).to(device)
+    model = build_encoder_projector(config, Ranks()).to(device)
     return model, make(model.parameters()).step
 
 

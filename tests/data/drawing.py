@@ -9,11 +9,14 @@ from torch import Tensor
 
 from trainer.config.schema import ViewsConfig
 from trainer.data.dali_graph import Placement, eval_arrays, eval_recipe, view_arrays, view_pipeline
-from trainer.data.plan import Plan, Planner, Rows
+from trainer.data.plan import Plan, Planner
+from trainer.distributed.ranks import ImageRange
 
 
 def draw_plan(recipe: ViewsConfig, num_images: int, seed: int = 1) -> Plan:
-    planner = Planner(recipe, seed=seed, num_images=num_images, images_per_step=num_images, rows=Rows(0, num_images))
+    planner = Planner(
+        recipe, seed=seed, num_images=num_images, images_per_step=num_images, images=ImageRange(0, num_images)
+    )
     return planner.plan(0)
 
 

@@ -35,7 +35,7 @@ def _view(
         image = _color(image, plan, row, view)
     top, left, height, width = map(int, windows[row, view])
     v = F.resized_crop(
-        image, top, left, height, width, [recipe.side] * 2, _INTERPOLATION[recipe.interpolation], antialias=True
+        image, top, left, height, width, [recipe.size] * 2, _INTERPOLATION[recipe.interpolation], antialias=True
     )
     if plan.flip[row, view]:
         v = F.horizontal_flip(v)

@@ -190,7 +190,7 @@ def test_a_share_of_a_small_set_stops_the_run_from_ten_on() -> None:
         add(bad, 1, first=9)
     message = str(caught.value)
     assert message.startswith(
-        "10 of the 500 images of the set can't be used (2.00%, more than data.max_bad_share 1.00%)"
+        "10 of the 500 images of the set can't be used (2.00%, more than data.max_skipped_share 1.00%)"
     )
     assert "the last c/9.jpg: cut" in message
     assert "`wmse check-data /the set`" in message

@@ -33,7 +33,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 def loader(index: Index, cache: DecodeCache | None) -> ViewLoader:
-    data = DataConfig(threads=2, max_bad_share=1.0)
+    data = DataConfig(threads=2, max_skipped_share=1.0)
     requests = train_requests(planner(index))
     place = {"batch_size": PER_STEP, "device": CPU, "first_step": 0, "end_step": 2 * EPOCH, "cache": cache}
     return ViewLoader(index, replace(RECIPE, order="color_first"), data, requests, **place)

@@ -14,7 +14,8 @@ from trainer.data.dali_graph import eval_recipe
 from trainer.data.image_probe import decode_rgb, inspect_image
 from trainer.data.index import Index, open_index
 from trainer.data.loader import Batch, ViewLoader, eval_requests, train_requests
-from trainer.data.plan import Planner, Rows
+from trainer.data.plan import Planner
+from trainer.distributed.ranks import ImageRange
 
 pytest.importorskip("nvidia.dali")
 pytestmark = [
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPU = torch.device("cuda", 0)
-RECIPE = ViewsConfig(num_views=4, side=96)
+RECIPE = ViewsConfig(num_views=4, size=96)
 PER_STEP, STEPS = 16, 60
 
 
@@ -37,7 +38,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 def batches(index: Index) -> Iterator[Batch]:
-    planner = Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, rows=Rows(0, PER_STEP))
+    planner = Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, images=ImageRange(0, PER_STEP))
     return iter(
         ViewLoader(
             index,
@@ -143,11 +144,11 @@ def test_what_nvjpeg_refuses_is_decoded_otherwise_or_replaced(tmp_path: Path) ->
     files = {f"train/c/{name}.jpg": data for name, data in odd.items()}
     files |= {f"train/c/z {i}.jpg": PLAIN for i in range(40 - len(files))}
     index = open_index(make_folder(tmp_path, files), "train")
-    recipe = eval_recipe(ViewsConfig(num_views=1, side=32, test_resize=32, interpolation="bilinear"))
+    recipe = eval_recipe(ViewsConfig(num_views=1, size=32, eval_resize=32, interpolation="bilinear"))
     one = ViewLoader(
         index,
         recipe,
-        DataConfig(max_bad_share=1.0),
+        DataConfig(max_skipped_share=1.0),
         eval_requests(recipe, np.arange(len(index)), 8),
         batch_size=8,
         device=GPU,

@@ -20,14 +20,15 @@ from trainer.config.schema import DataConfig, ViewsConfig
 from trainer.data.dali_graph import eval_recipe, view_arrays, view_pipeline
 from trainer.data.index import Index, open_index
 from trainer.data.loader import Batch, Request, ViewLoader, eval_requests, train_requests
-from trainer.data.plan import Planner, Rows
+from trainer.data.plan import Planner
 from trainer.data.quarantine import drop_quarantine_after, read_quarantine
+from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
 
-RECIPE = ViewsConfig(num_views=2, side=16, test_resize=16)
+RECIPE = ViewsConfig(num_views=2, size=16, eval_resize=16)
 IMAGES, PER_STEP, STEPS = 20, 4, 12
 CPU = torch.device("cpu")
-WHOLE, PLAIN_SIZE = Rows(0, PER_STEP), (30, 40)
+WHOLE, PLAIN_SIZE = ImageRange(0, PER_STEP), (30, 40)
 
 
 def picture_files(count: int = IMAGES) -> dict[str, bytes]:
@@ -42,12 +43,12 @@ def index(tmp_path_factory) -> Index:
     return open_index(make_folder(tmp_path_factory.mktemp("set"), picture_files()), "train")
 
 
-def planner(index: Index, rows: Rows = WHOLE) -> Planner:
-    return Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, rows=rows)
+def planner(index: Index, rows: ImageRange = WHOLE) -> Planner:
+    return Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, images=rows)
 
 
 def loader(
-    index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, kept=None, sides=(), **data
+    index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, kept=None, sizes=(), **data
 ) -> ViewLoader:
     return ViewLoader(
         index,
@@ -58,7 +59,7 @@ def loader(
         device=CPU,
         first_step=first,
         end_step=end,
-        sides=sides,
+        sizes=sizes,
         quarantine=kept,
         rank=rows.first // rows.count,
     )
@@ -137,7 +138,7 @@ def test_a_loader_that_starts_later_gives_the_same_batches(index, batches, first
 
 
 def test_the_ranks_rows_joined_are_one_processs(index, batches):
-    ranks = [keep(loader(index, rows=Rows(first, 2))) for first in (0, 2)]
+    ranks = [keep(loader(index, rows=ImageRange(first, 2))) for first in (0, 2)]
     for joined, *parts in zip(batches, *ranks, strict=True):
         views = torch.cat([part.views.unflatten(0, (2, 2)) for part in parts], dim=1).flatten(0, 1)  # view-major
         assert torch.equal(views, joined.views)
@@ -417,12 +418,12 @@ def test_other_numbers_of_ranks_see_the_same_set(tmp_path):
     spoil = dict.fromkeys((2, 9, 13, 14))
     index, kept = spoilt(tmp_path, spoil), tmp_path / "quarantine.jsonl"
     one = keep(loader(index))
-    for rows in (Rows(0, 2), Rows(2, 2)):
+    for rows in (ImageRange(0, 2), ImageRange(2, 2)):
         keep(loader(index, rows=rows, end=6, kept=kept))
     assert {entry["rank"] for entry in entries(kept)} == {0, 1}
     drop_quarantine_after(kept, 6)
     known = read_quarantine(kept, 6)
-    for rows in [WHOLE, *(Rows(i, 1) for i in range(4))]:
+    for rows in [WHOLE, *(ImageRange(i, 1) for i in range(4))]:
         resumed = loader(index, rows=rows, first=6, kept=kept)
         assert resumed.bad.ids == set(known)
         for batch, whole in zip(keep(resumed), one[6:], strict=True):
@@ -434,10 +435,10 @@ def test_the_run_stops_where_too_many_are_bad(tmp_path):
     with pytest.raises(
         InputError, match=r"25 of the 240 images of the set can't be used \(10.42%, more than .* 10.00%"
     ):
-        keep(loader(index, kept=kept, end=1000, max_bad_share=0.1))
+        keep(loader(index, kept=kept, end=1000, max_skipped_share=0.1))
     assert 25 <= len(entries(kept)) < 35  # what readers have in hand when the error is raised is still named
     few = spoilt(tmp_path / "few", dict.fromkeys(range(9), b""))
-    assert len(keep(loader(few, max_bad_share=0.0))) == STEPS  # nine bad files of any set are no reason to stop
+    assert len(keep(loader(few, max_skipped_share=0.0))) == STEPS  # nine bad files of any set are no reason to stop
 
 
 def test_the_images_read_are_counted(index):
@@ -473,7 +474,7 @@ def test_what_a_reader_waits_for_can_be_asked(index, monkeypatch):
 def test_a_set_without_one_good_image_is_refused(tmp_path):
     index = spoilt(tmp_path, dict.fromkeys(range(IMAGES)))
     with pytest.raises(InputError, match="no image of the set"):
-        keep(loader(index, max_bad_share=1.0))
+        keep(loader(index, max_skipped_share=1.0))
     with pytest.raises(InputError, match=r"(1\d|20) of the 20 images of the set"):
         keep(loader(index))
 
@@ -580,11 +581,11 @@ def test_a_failure_of_dali_itself_is_not_taken_for_a_bad_image(index):
     assert own_threads() == []
 
 
-SIDES = ((0, 8), (5, 16))  # first step, side
+SIZES = ((0, 8), (5, 16))  # first step, size
 
 
 def with_sides(index: Index, first: int = 0) -> list[Batch]:
-    return keep(loader(index, first=first, requests=train_requests(planner(index), SIDES), sides=SIDES))
+    return keep(loader(index, first=first, requests=train_requests(planner(index), SIZES), sizes=SIZES))
 
 
 def test_early_views_are_the_same_ones_drawn_smaller(index, batches):
@@ -603,7 +604,7 @@ def test_a_restart_finds_the_side_of_its_step(index, first):
 
 
 def test_blur_shrinks_with_the_view(index):
-    request = train_requests(planner(index), SIDES)
+    request = train_requests(planner(index), SIZES)
     for step, factor in ((0, 0.5), (5, 1.0)):
         drawn = planner(index).plan(step).blur_sigma[:, -1]
         assert drawn.any()

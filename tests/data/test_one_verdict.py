@@ -16,11 +16,12 @@ from trainer.data.decoding import decode, decode_by_dali
 from trainer.data.image_probe import inspect_image
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, eval_requests, train_requests
-from trainer.data.plan import Planner, Rows
+from trainer.data.plan import Planner
 from trainer.data.verify import check_data
+from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
 
-RECIPE = ViewsConfig(num_views=2, side=16, test_resize=16)
+RECIPE = ViewsConfig(num_views=2, size=16, eval_resize=16)
 HEIGHT, WIDTH, PER_STEP, STEPS = 30, 40, 2, 50
 
 
@@ -60,7 +61,7 @@ UNUSABLE = {
 }
 EITHER = {f"stray marker {kind:02x}": stray_marker(kind, 9) for kind in (0xC4, 0xDA, 0xDD, 0xE1, 0xFE, 0xAE)}
 LIMIT = 50_000  # pixels
-DATA = DataConfig(threads=2, max_image_pixels=LIMIT, max_bad_share=1.0)
+DATA = DataConfig(threads=2, max_image_pixels=LIMIT, max_skipped_share=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader(index: Index, *, evaluates: bool = False, cache: DecodeCache | None = None) -> ViewLoader:
-    planner = Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, rows=Rows(0, PER_STEP))
+    planner = Planner(RECIPE, seed=0, num_images=len(index), images_per_step=PER_STEP, images=ImageRange(0, PER_STEP))
     recipe = eval_recipe(RECIPE) if evaluates else RECIPE
     everything = np.resize(np.arange(len(index)), PER_STEP * STEPS)
     requests = eval_requests(recipe, everything, PER_STEP) if evaluates else train_requests(planner)

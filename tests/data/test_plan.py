@@ -9,14 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.schema import ViewsConfig
-from trainer.data.plan import PLAN_VERSION, Plan, Planner, Rows, crop_windows, epoch_order, slice_permutations
+from trainer.data.plan import PLAN_VERSION, Plan, Planner, crop_windows, epoch_order, slice_permutations
+from trainer.distributed.ranks import ImageRange
 
 RECIPE = ViewsConfig(num_views=3, brightness=0.4, contrast=0.5, saturation=1.2, hue=0.1, blur_sigma=(0.1, 2.0))
 DRAWN = Plan._fields[Plan._fields.index("crop_tries") :]
 
 
-def planner(rows: Rows | None = None, *, seed: int = 0, images: int = 50, step: int = 8, recipe=RECIPE) -> Planner:
-    return Planner(recipe, seed=seed, num_images=images, images_per_step=step, rows=rows or Rows(0, step))
+def planner(
+    rows: ImageRange | None = None, *, seed: int = 0, images: int = 50, step: int = 8, recipe=RECIPE
+) -> Planner:
+    return Planner(recipe, seed=seed, num_images=images, images_per_step=step, images=rows or ImageRange(0, step))
 
 
 def plan(step: int = 0, *, seed: int = 0) -> Plan:
@@ -31,7 +34,7 @@ def large_plan(recipe: ViewsConfig = RECIPE) -> Plan:
 @pytest.mark.parametrize("step", [0, 5, 13])
 def test_ranks_hold_the_rows_of_the_joined_plan(ranks, step):
     count = 8 // ranks
-    parts = [planner(Rows(rank * count, count)).plan(step) for rank in range(ranks)]
+    parts = [planner(ImageRange(rank * count, count)).plan(step) for rank in range(ranks)]
     joined = plan(step)
     for name in ("image_ids", *DRAWN):
         np.testing.assert_array_equal(np.concatenate([getattr(p, name) for p in parts]), getattr(joined, name))

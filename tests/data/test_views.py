@@ -23,7 +23,7 @@ from trainer.data.color import color_matrices
 from trainer.data.dali_graph import Placement, decode, view_arrays
 
 BORDER = 16
-PLAIN = ViewsConfig(num_views=2, side=96, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
+PLAIN = ViewsConfig(num_views=2, size=96, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
 BLURRED = replace(PLAIN, blur_probability=0.5)
 MILD = replace(
     PLAIN, color_probability=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.0, gray_probability=0.1
@@ -85,7 +85,7 @@ def test_colour_with_hue(recipe, bound, source):
 
 
 def test_every_small_recipe_with_flips_and_colour_first_at_its_size():
-    recipe = replace(MILD, side=64, order="color_first", crop_area=(0.2, 1.0), hue=0.1)
+    recipe = replace(MILD, size=64, order="color_first", crop_area=(0.2, 1.0), hue=0.1)
     assert difference(recipe, "generated").mean() < 4.0
 
 
@@ -125,13 +125,13 @@ def test_a_recipe_may_blur_every_view_or_none_of_a_batch():
 def test_three_sigma_are_enough_for_a_blur():
     """Against all 23 taps, in the same graph."""
     encoded = pictures("photographs")[::10]
-    plan = draw_plan(replace(BLURRED, side=224), len(encoded))
+    plan = draw_plan(replace(BLURRED, size=224), len(encoded))
     heights, widths = sizes(encoded)
     arrays = view_arrays(plan, BLURRED, heights, widths)
     for taps in (3, 7):  # the fields of a view: start, end, sigma, taps
         assert arrays[taps].max() <= 13
     full = [np.full_like(x, 23) if i % 4 == 3 else x for i, x in enumerate(arrays)]
-    cut, whole = (dali_run(encoded, replace(BLURRED, side=224), x).float() for x in (arrays, full))
+    cut, whole = (dali_run(encoded, replace(BLURRED, size=224), x).float() for x in (arrays, full))
     blurred = torch.from_numpy(plan.blur_sigma > 0).T
     difference = (cut - whole)[blurred].abs()
     assert difference.max() <= 1  # a level by rounding
@@ -175,7 +175,7 @@ def test_views_of_one_image_differ():
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 4000), (4000, 3), (2, 2)])
 def test_extreme_shapes(height, width, order):
     encoded = [encode("PNG", image(height=height, width=width, seed=seed)) for seed in range(3)]
-    recipe = replace(MILD, blur_probability=0.5, side=32, order=order)
+    recipe = replace(MILD, blur_probability=0.5, size=32, order=order)
     plan = draw_plan(recipe, 3)
     views = dali_views(encoded, plan, recipe)
     assert views.shape == (2, 3, 3, 32, 32)
@@ -187,7 +187,7 @@ def test_exif_orientation_is_never_applied():
     exif = Image.Exif()
     exif[0x112] = 6
     turned, plain = (encode("JPEG", image(height=60, width=90), exif=e) for e in (exif, Image.Exif()))
-    recipe = replace(PLAIN, side=32)
+    recipe = replace(PLAIN, size=32)
     plan = draw_plan(recipe, 2)
     plan = plan._replace(**{n: getattr(plan, n)[[0, 0]] for n in plan._fields[3:]})
     views = dali_views([turned, plain], plan, recipe)
@@ -200,7 +200,7 @@ SIZES = [(256, 256), (300, 500), (500, 300), (333, 257), (225, 1000), (90, 60), 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_evaluation_is_resize_256_and_centre_crop_224(interpolation):
     encoded = [smooth_picture(seed, *size) for seed, size in enumerate(SIZES)]
-    views = dali_eval(encoded, ViewsConfig(side=224, test_resize=256, interpolation=interpolation))
+    views = dali_eval(encoded, ViewsConfig(size=224, eval_resize=256, interpolation=interpolation))
     mode = {"bicubic": F.InterpolationMode.BICUBIC, "bilinear": F.InterpolationMode.BILINEAR}[interpolation]
     for view, data, size in zip(views, encoded, SIZES, strict=True):
         picture = F.resize(Image.open(io.BytesIO(data)), 256, mode)
@@ -210,7 +210,7 @@ def test_evaluation_is_resize_256_and_centre_crop_224(interpolation):
 
 def test_evaluation_of_photographs_is_within_2_levels_of_pillow():
     encoded = pictures("photographs")[::10]
-    views = dali_eval(encoded, ViewsConfig(side=224, test_resize=256))
+    views = dali_eval(encoded, ViewsConfig(size=224, eval_resize=256))
     for view, data in zip(views, encoded, strict=True):
         picture = F.resize(Image.open(io.BytesIO(data)).convert("RGB"), 256, F.InterpolationMode.BICUBIC)
         assert (view.float() - F.pil_to_tensor(F.center_crop(picture, 224)).float()).abs().mean() < 2
@@ -218,5 +218,5 @@ def test_evaluation_of_photographs_is_within_2_levels_of_pillow():
 
 def test_small_sets_are_evaluated_as_they_are():
     pixels = image(height=32, width=32)
-    view = dali_eval([encode("PNG", pixels)], ViewsConfig(side=32, test_resize=32))[0]
+    view = dali_eval([encode("PNG", pixels)], ViewsConfig(size=32, eval_resize=32))[0]
     assert torch.equal(view, F.pil_to_tensor(pixels))

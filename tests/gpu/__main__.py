@@ -68,8 +68,8 @@ def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
     names = ("numerics/test_*_triton.py", "unit/test_saver.py", "unit/test_bench_cost.py", "data/test_gpu_*.py")
     tests = [str(path) for name in names for path in sorted((ROOT / "tests").glob(name))]
     if tiny:
-        run += ["--model.backbone", "test_resnet", "--model.embedding_size", "4", "--loss.slice_size", "8"]
-        run += ["--views.side", "32", "--views.test_resize", "32", "--data.threads", "1", "--device", "cpu"]
+        run += ["--model.backbone", "test_resnet", "--model.embedding_size", "4", "--wmse.slice_size", "8"]
+        run += ["--views.size", "32", "--views.eval_resize", "32", "--data.threads", "1", "--device", "cpu"]
         tests = ["tests/numerics/test_whitening_triton.py", "-k", "cannot_do"]
     table = [
         "benchmarks/whitening_backends.py",

@@ -37,7 +37,7 @@ FAULT_SIZES: list[Size] = [(3, 256, 128), (3, 33, 17)]
 VARIANTS: dict[str, dict[str, Any]] = {
     "triton": {"backend": "triton"},
     "torch": {"backend": "torch"},
-    "torch, float64 factor": {"backend": "torch", "float64_factor": True},
+    "torch, float64 factor": {"backend": "torch", "cholesky_float64": True},
 }
 ROUNDING = 2.0**-23  # two of float32, which a tiny case may be without by luck
 # of a float64 factor at any condition; products of the backward are in float32: 8e-7 were seen on a CPU
@@ -62,7 +62,7 @@ def accuracy(device: torch.device, case: Case) -> Iterator[Line]:
 
         def check(keywords: dict[str, Any] = keywords) -> Line:
             ours = value_and_gradient(lambda x: whiten(x, eps=eps, **keywords), x, grad_z)
-            precise = "float64_factor" in keywords
+            precise = "cholesky_float64" in keywords
             bounds = [FLOAT64_BOUND] * 2 if precise else [2 * error + ROUNDING for error in plain]
             errors = _errors(ours, truth)
             line: Line = {"errors": errors, "plain": plain}
@@ -93,7 +93,7 @@ def _worst_errors_of_plain_float32(x: Tensor, grad_z: Tensor, eps: float, truth:
 def failed_slices(device: torch.device, size: Size, fault: str, eps: float) -> Iterator[Line]:
     """A slice that cannot be whitened gives z = 0 and gradient 0, is named in the status, and harms no other."""
     for variant, keywords in VARIANTS.items():
-        if fault == "1e30" and "float64_factor" in keywords:  # whose variance float64 can hold
+        if fault == "1e30" and "cholesky_float64" in keywords:  # whose variance float64 can hold
             continue
 
         def check(keywords: dict[str, Any] = keywords) -> Line:

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from tests.gpu.part import Line, Task, attempt, main, without_waiting
-from trainer.config.schema import Config, LossConfig, ModelConfig, ViewsConfig
+from trainer.config.schema import Config, ModelConfig, ViewsConfig, WMSESettings
 from trainer.distributed.device import autocast_dtype
 from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_model
+from trainer.models.compile import compile_networks
+from trainer.models.networks import build_encoder_projector
 from trainer.optimizer import build_optimizer
-from trainer.setup import compile_model
 from trainer.step import TrainStep
 
 IMAGES, VIEWS = 64, 2  # of which a slice takes 32
 SMALL = Config(
-    views=ViewsConfig(num_views=VIEWS, side=64),
+    views=ViewsConfig(num_views=VIEWS, size=64),
     model=ModelConfig("resnet18", projector_hidden=(64,), embedding_size=16, zero_init_last=False),
-    loss=LossConfig(slice_size=32),
+    wmse=WMSESettings(slice_size=32),
     precision="fp32",
 )
-TINY = replace(SMALL, model=replace(SMALL.model, backbone="test_resnet"), views=replace(SMALL.views, side=32))
+TINY = replace(SMALL, model=replace(SMALL.model, backbone="test_resnet"), views=replace(SMALL.views, size=32))
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 0.15, "fp16": 0.05}  # of the first step's loss, near 2
 
 
@@ -61,12 +61,12 @@ VARIANTS = (
 def build_step(config: Config, variant: Variant, device: torch.device) -> TrainStep:
     """A step of the seed's weights. backend: of whitening and optimizer."""
     model = replace(config.model, activation_memory_budget=variant.budget)
-    loss = replace(config.loss, backend=variant.backend)
+    loss = replace(config.wmse, backend=variant.backend)
     optimizer = replace(config.optimizer, name=variant.optimizer, backend=variant.backend)
     config = replace(config, precision=variant.precision, model=model, cuda_graphs=variant.cuda_graphs)
-    module = build_model(config, Ranks()).to(device)
+    module = build_encoder_projector(config, Ranks()).to(device)
     if variant.compiled:
-        compile_model(module, config, device)
+        compile_networks(module, config, device)
     return TrainStep(
         module,
         build_optimizer(module, optimizer, device),
@@ -92,15 +92,15 @@ def float32_loss(config: Config, parts: int, device: torch.device) -> float:
     """Of the first step, eager. It depends on the number of parts, since BatchNorm sees one at a time."""
     step = build_step(config, Variant("fp32", parts=parts), device)
     orders = torch.arange(IMAGES, device=device)[None]
-    return step(pixels_of(0, config.views.side, device), orders, 0.1).loss.item()
+    return step(pixels_of(0, config.views.size, device), orders, 0.1).loss.item()
 
 
 def check(config: Config, variant: Variant, device: torch.device, expected_loss: float) -> Line:
     """Four steps: the first one's loss, the third without waiting, the fourth fails."""
     step, orders = build_step(config, variant, device), torch.arange(IMAGES, device=device)[None]
-    rows = [pixels_of(seed, config.views.side, device) for seed in range(4)]
-    if step.loss_scale is not None:
-        step.loss_scale.scale.fill_(2.0**8)
+    rows = [pixels_of(seed, config.views.size, device) for seed in range(4)]
+    if step.grad_scaler is not None:
+        step.grad_scaler.scale.fill_(2.0**8)
     loss = step(rows[0], orders, 0.1).loss.item()
     step(rows[1], orders, 0.1)  # compiles what the first one did not, records graphs
     failed = without_waiting(lambda: step(rows[2], orders, 0.1), device).failed

@@ -21,10 +21,11 @@ from tests.gpu.part import Line, Task, main
 from trainer.config.schema import DataConfig, ViewsConfig
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
-from trainer.data.plan import Planner, Rows
+from trainer.data.plan import Planner
+from trainer.distributed.ranks import ImageRange
 
 CPU = torch.device("cpu")
-STRONG = ViewsConfig(num_views=4, side=224)
+STRONG = ViewsConfig(num_views=4, size=224)
 RECIPES = {
     "crop first, colour, blur": STRONG,
     "colour first, no blur": replace(STRONG, num_views=2, order="color_first", blur_probability=0.0),
@@ -39,8 +40,8 @@ MEAN_BOUND = {"png": 0.6, "jpg": 2.5}
 
 def loader_of(index: Index, recipe: ViewsConfig, device: torch.device) -> ViewLoader:
     """Six steps of a plan, the same for each device."""
-    rows = Rows(0, IMAGES_PER_STEP)
-    planner = Planner(recipe, seed=3, num_images=len(index), images_per_step=IMAGES_PER_STEP, rows=rows)
+    rows = ImageRange(0, IMAGES_PER_STEP)
+    planner = Planner(recipe, seed=3, num_images=len(index), images_per_step=IMAGES_PER_STEP, images=rows)
     return ViewLoader(
         index,
         recipe,
@@ -84,7 +85,7 @@ def _summary(gaps: Tensor) -> dict[str, float]:
 
 def check_views(task: Task) -> Iterator[Line]:
     """A line for each recipe and kind of file, then the busy device."""
-    recipes = {"tiny": replace(STRONG, num_views=2, side=32)} if task.tiny else RECIPES
+    recipes = {"tiny": replace(STRONG, num_views=2, size=32)} if task.tiny else RECIPES
     with tempfile.TemporaryDirectory() as folder:
         make_set(Path(folder), 48)
         index = open_index(Path(folder), "train")

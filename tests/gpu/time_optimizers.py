@@ -16,7 +16,7 @@ from tests.gpu.time_step import RECIPE, TINY
 from trainer.bench.timing import spread, take_turns, timed
 from trainer.config.schema import OptimizerConfig
 from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_model
+from trainer.models.networks import build_encoder_projector
 from trainer.optimizer import build_optimizer, update
 
 OPTIMIZERS = {
@@ -30,7 +30,7 @@ LARS_AIM_MS = 0.5
 
 def model_of(task: Task) -> nn.Module:
     """Weights of the seed, and random gradients."""
-    model = build_model(TINY if task.tiny else RECIPE, Ranks()).to(task.device)
+    model = build_encoder_projector(TINY if task.tiny else RECIPE, Ranks()).to(task.device)
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.grad = torch.empty_like(p).copy_(1e-3 * torch.randn(p.shape, generator=generator))

@@ -21,15 +21,15 @@ from tests.gpu.part import Line, Task, in_words, main
 from trainer.bench import compute
 from trainer.bench.phases import profile_steps
 from trainer.bench.synthetic import synthetic_run
-from trainer.config.schema import Config, DataConfig, LossConfig, ModelConfig, ViewsConfig
+from trainer.config.schema import Config, DataConfig, ModelConfig, ViewsConfig, WMSESettings
 from trainer.distributed.ranks import Ranks
 
 RECIPE = Config(data=DataConfig(images_per_step=256))  # the defaults are the recipe's, but for its BatchNorm over ranks
 TINY = Config(
     data=DataConfig(images_per_step=8, threads=1),
-    views=ViewsConfig(num_views=2, side=32, test_resize=32),
+    views=ViewsConfig(num_views=2, size=32, eval_resize=32),
     model=ModelConfig("test_resnet", projector_hidden=(16,), embedding_size=4),
-    loss=LossConfig(slice_size=8),
+    wmse=WMSESettings(slice_size=8),
     device="cpu",
 )
 BUDGET = {"activation_memory_budget": 0.9}
@@ -59,8 +59,8 @@ def measure(name: str, task: Task) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = synthetic_run(config, Ranks(), task.device, Path(folder))
-            if run.step.loss_scale is not None:
-                run.step.loss_scale.scale.fill_(2.0**8)  # which a run finds by failing first
+            if run.step.grad_scaler is not None:
+                run.step.grad_scaler.scale.fill_(2.0**8)  # which a run finds by failing first
             step = compute.FixedSteps(run)
             began = time.perf_counter()
             compute.warm_up(step)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-SAME = ("step", "epoch", "loss", "lr", "min_pivot", "effective_rank", "failed_steps")
+SAME = ("step", "epoch", "loss", "lr", "min_pivot", "effective_rank", "skipped_steps")
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

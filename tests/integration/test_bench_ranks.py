@@ -14,7 +14,7 @@ def test_two_ranks_measure_the_step_and_the_loop(tiny_set: Path, tiny_config: Pa
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["ranks"] == 2
     assert result["views_per_s"] == 2 * result["views_per_s_a_rank"]
-    assert result["failed_steps"] == 0
+    assert result["skipped_steps"] == 0
     assert set(result["batch_norm"]) == {"joint_local", "per_view_local", "joint_all"}
     done = wmse("bench", "end2end", *words, ranks=2)
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def test_resume_is_bit_for_bit(
 def test_what_buys_time_resumes_bit_for_bit(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
     """fp16 with its scale, parts, small views early, decoded images kept: stopped before and after the views grow."""
     options = ("--precision", "fp16", "--optimizer.accumulation_steps", "2", "--data.images_per_step", "32",
-               "--views.early_sides", "[16]", "--views.early_side_epochs", "[2]", "--data.decode_cache_gib", "0.01",
+               "--views.early_sizes", "[16]", "--views.early_size_epochs", "[2]", "--data.decode_cache_gib", "0.01",
                "--log.every_steps", "1")  # fmt: skip
     assert pretrain(tiny_config, tiny_set, tmp_path / "whole", *options) == 0
     for more in (["--max_steps", "1"], ["--max_steps", "2"], []):
@@ -87,7 +87,7 @@ def test_what_buys_time_resumes_bit_for_bit(tiny_set: Path, tiny_config: Path, t
     ours, whole = (checkpoint(tmp_path / name, 3) for name in ("run", "whole"))
     assert all(torch.equal(ours["model"][name], value) for name, value in whole["model"].items())
     assert ours["loss_scale"] == whole["loss_scale"]
-    assert int(ours["loss_scale"]["good_steps"]) + metrics(tmp_path / "run")[-1]["failed_steps"] > 0
+    assert int(ours["loss_scale"]["good_steps"]) + metrics(tmp_path / "run")[-1]["skipped_steps"] > 0
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "2 micro-batches of 16 images one after the other" in log
     assert "views: 16 px until step 2, then 32 px" in log
@@ -300,7 +300,7 @@ def test_a_bad_file_is_put_down_and_the_run_goes_on(tiny_set: Path, tiny_config:
     (line,) = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
     assert bad.name in json.loads(line)["image"]
     last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert (json.loads(last)["step"], json.loads(last)["bad_images"]) == (9, 1)
+    assert (json.loads(last)["step"], json.loads(last)["skipped_images"]) == (9, 1)
 
 
 def test_encoder_of_another_run(
@@ -358,7 +358,7 @@ def test_slices_that_fail_end_the_run_with_advice(
     saved["model"]["projector.last.weight"].zero_()
     content = {name: value for name, value in saved.items() if name not in ("format", "sha256")}
     save_checkpoint(run_dir / "checkpoints", content, keep_last=1)
-    assert pretrain(tiny_config, tiny_set, run_dir, "--loss.max_failed_steps", "3") == 1
+    assert pretrain(tiny_config, tiny_set, run_dir, "--max_skipped_steps", "3") == 1
     error = capsys.readouterr().err
     assert "4 steps in a row failed" in error
     assert state(run_dir) == ("failed", 1, 1)
@@ -368,7 +368,7 @@ def test_slices_that_fail_end_the_run_with_advice(
 def test_a_run_whose_every_step_failed_has_failed(
     whole_run: Path, tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It starts from an encoder of zeros and is shorter than loss.max_failed_steps."""
+    """It starts from an encoder of zeros and is shorter than max_skipped_steps."""
     content = checkpoint(whole_run, 9)
     for name, value in content["model"].items():
         if name.startswith("encoder."):
@@ -412,12 +412,12 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
         (["--data.root", ""], "data.root is not set"),
         (["--data.train_split", "trian"], "trian"),
         (["--data.images_per_step", "64"], "has 48 images, but one step takes 64"),
-        (["--loss.slise_size", "3"], "did you mean loss.slice_size?"),
+        (["--loss.slise_size", "3"], "did you mean wmse.slice_size?"),
         (["--run_dir", ""], "run_dir is not set"),
         (["--run_dir", "/proc/run"], "can't make the run folder"),
         (["--init_from", "{tmp}/none.pt"], "no checkpoint"),
         (["--device", "cuda"], "torch sees no GPU"),
-        (["--loss.backend", "tritn"], "tritn"),
+        (["--wmse.backend", "tritn"], "tritn"),
         (["--config", "{tmp}/none.yaml"], "no config file"),
     ],
 )

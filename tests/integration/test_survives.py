@@ -278,7 +278,7 @@ def test_numbers_that_fail_leave_the_update_out(
     assert process.wait() == 0, process.output()
     for number, step in enumerate((3, 4), 1):
         assert f"step {step}: {said}; no update was made on any rank ({number} in a row)" in process.output()
-    assert [line["failed_steps"] for line in metrics(tmp_path / "run")] == [0, 2, 0]
+    assert [line["skipped_steps"] for line in metrics(tmp_path / "run")] == [0, 2, 0]
     assert all(0 < line["loss"] < 4 for line in metrics(tmp_path / "run"))
     model = checkpoint(tmp_path / "run", STEPS)["model"]
     assert all(value.isfinite().all() for value in model.values())
@@ -290,10 +290,10 @@ def test_numbers_that_fail_leave_the_update_out(
 def test_one_rank_whose_numbers_fail_is_named_and_no_rank_updates(
     two_ranks: Callable[..., list[Started]], tmp_path: Path
 ) -> None:
-    slices = ("--model.embedding_size", "4", "--loss.slice_size", "8", "--loss.max_failed_steps", "2")
+    slices = ("--model.embedding_size", "4", "--wmse.slice_size", "8", "--max_skipped_steps", "2")
     first, second = two_ranks(*slices, poison="embeddings", poison_steps=(3, 99))
     assert finish([first, second]) == [1, 1]
-    assert "3 steps in a row failed (loss.max_failed_steps 2), the last 5: rank 1: a slice of view 1" in first.output()
+    assert "3 steps in a row failed (max_skipped_steps 2), the last 5: rank 1: a slice of view 1" in first.output()
     assert "Try a smaller optimizer.learning_rate" in first.output()
     assert "Traceback" not in first.output() + second.output()
     assert state(tmp_path / "run") == ("failed", 1, 4)  # a fault that ends the run is known before step 6 is saved

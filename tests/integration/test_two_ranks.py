@@ -70,8 +70,8 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
         run_dir = tmp_path / f"run{ranks}"
         words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--log.every_steps", "2",
                  "--log.tensorboard", "true",
-                 "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--loss.iterations", "2",
-                 "--loss.permutation_block", "16"]  # fmt: skip
+                 "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--wmse.iterations", "2",
+                 "--wmse.permutation_block", "16"]  # fmt: skip
         for process in start([*words, "--max_steps", str(steps)], tmp_path, ranks=ranks):
             assert process.wait() == 0, process.output()
             assert "Warning" not in process.output()  # such as DDP's where channels_last was lost
@@ -89,7 +89,7 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
 
 def test_images_that_ranks_cannot_share_are_refused(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
     words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
-             "--data.images_per_step", "17", "--loss.slice_size", "17"]  # fmt: skip
+             "--data.images_per_step", "17", "--wmse.slice_size", "17"]  # fmt: skip
     for process in start(words, tmp_path, ranks=2):
         assert process.wait() == 2
         assert "data.images_per_step is 17, which 2 ranks can't share evenly: take 34" in process.output()

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from trainer.config.schema import Config, LossConfig, ModelConfig, ViewsConfig
-from trainer.data.plan import Rows, slice_permutations
-from trainer.distributed.geometry import own_rows, slice_group_size
-from trainer.distributed.process_group import make_batch_norm_group, make_slice_group, process_group, wrap_model
-from trainer.distributed.ranks import find_ranks
-from trainer.metrics import LossSums
+from trainer.config.schema import Config, ModelConfig, ViewsConfig, WMSESettings
+from trainer.data.plan import slice_permutations
+from trainer.distributed.geometry import images_of_rank, loss_group_size
+from trainer.distributed.process_group import make_batch_norm_group, make_loss_group, process_group, wrap_model
+from trainer.distributed.ranks import ImageRange, find_ranks
+from trainer.metrics import MetricSums
+from trainer.models.compile import compile_networks
 from trainer.models.networks import Model
-from trainer.setup import compile_model
 from trainer.step import StepResult, TrainStep
 
 IMAGES, K = 32, 4
@@ -42,8 +42,8 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     """One step of SGD with rate 1 from fixed weights and pixels, in float64; the last rank wishes to stop."""
     views, slice_size, iterations, block, norm = CASES[name]
     ranks = find_ranks()
-    rows = own_rows(ranks, IMAGES)
-    group_size = slice_group_size(rows.count, ranks.world_size, block if iterations > 1 else slice_size)
+    rows = images_of_rank(ranks, IMAGES)
+    group_size = loss_group_size(rows.count, ranks.world_size, block if iterations > 1 else slice_size)
     torch.manual_seed(0)
     parts = 4 // ranks.world_size if "parts" in name else 1
     statistics_of = "local" if "parts" in name else "all"
@@ -52,7 +52,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     model = Model(config, ViewsConfig(num_views=views), group, ranks.world_size).double()
     graphs = CompileCounterWithBackend("aot_eager")
     if "compiled" in name:
-        compile_model(model, Config(), torch.device("cpu"), backend=graphs)  # raises where the graph breaks
+        compile_networks(model, Config(), torch.device("cpu"), backend=graphs)  # raises where the graph breaks
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     step = TrainStep(
         wrap_model(
@@ -63,11 +63,11 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
             accumulates=parts > 1,
         ),
         torch.optim.SGD(model.parameters(), lr=1.0),
-        LossConfig(slice_size=slice_size, iterations=iterations),
+        WMSESettings(slice_size=slice_size, iterations=iterations),
         num_views=views,
         autocast_dtype=None,
         ranks=ranks,
-        slice_group=make_slice_group(group_size, Config(), ranks, torch.device("cpu")),
+        slice_group=make_loss_group(group_size, Config(), ranks, torch.device("cpu")),
         accumulation_steps=parts,
     )
     pixels = torch.randint(
@@ -76,7 +76,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     if "fails" in name:
         pixels[:, IMAGES // 2 :] = pixels[:, -1:]  # all the same: nothing to whiten
     own = pixels[:, rows.first : rows.first + rows.count].flatten(0, 1).contiguous(memory_format=torch.channels_last)
-    together = Rows(ranks.rank // group_size * group_size * rows.count, group_size * rows.count)
+    together = ImageRange(ranks.rank // group_size * group_size * rows.count, group_size * rows.count)
     orders = slice_permutations(0, 0, IMAGES, iterations, block)
     orders = orders[:, together.first : together.first + together.count] - together.first
     result = step(own, torch.from_numpy(orders), 1.0, stop=ranks.rank == ranks.world_size - 1)
@@ -96,14 +96,14 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
 
 def run_sums() -> dict[str, torch.Tensor]:
     """What is logged of a step with loss 1 on the first rank, 2 on the second, and smallest pivot 1/2, 1/3; then one failed."""
-    ranks, sums = find_ranks(), LossSums(torch.device("cpu"))
+    ranks, sums = find_ranks(), MetricSums(torch.device("cpu"))
     own = torch.tensor(ranks.rank + 1.0)
     for failed in (False, True):
         agreed = torch.tensor([3 * failed, 0, 0])
         sums.add(StepResult(own, torch.empty(0), 1 / (own + 1), agreed[0] > 0, agreed))
     share = sums.state(ranks)["sums"]
     line = sums.take(torch.randn(8, 3), ranks)
-    return {"share": share, "line": torch.stack([line[name] for name in ("loss", "failed_steps", "min_pivot")])}
+    return {"share": share, "line": torch.stack([line[name] for name in ("loss", "skipped_steps", "min_pivot")])}
 
 
 def main() -> None:

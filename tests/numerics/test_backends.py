@@ -50,7 +50,7 @@ def test_the_fastest_is_asked_for_by_the_sizes_of_the_slices_and_taken(monkeypat
     assert z.grad_fn is not None
     assert "Whiten" not in z.grad_fn.name()  # the node of the other backends
     whiten(x.float())
-    whiten(x.float(), float64_factor=True)
+    whiten(x.float(), cholesky_float64=True)
     # 2 views of 27 images, twice: 12 slices. The table is asked again, since these are other sizes
     loss = wmse_loss(torch.randn(54, 4).requires_grad_(), num_views=2, slice_size=9, iterations=2)
     assert loss.grad_fn is not None

@@ -55,10 +55,10 @@ def test_status_is_not_differentiable():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("eps", "float64_factor"), [(0.0, False), (0.1, False), (0.1, True)])
-def test_the_compiler_is_told_the_shapes_and_dtypes_that_come_out(dtype, eps, float64_factor):
+@pytest.mark.parametrize(("eps", "cholesky_float64"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_the_compiler_is_told_the_shapes_and_dtypes_that_come_out(dtype, eps, cholesky_float64):
     x = rows_of_condition(2, 9, 4, 1e1).to(dtype)
-    arguments = (x, eps, float64_factor, "torch")
+    arguments = (x, eps, cholesky_float64, "torch")
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.wmse.whiten, arguments, test_utils=checks)
     z, w, u, ok, _ = torch.ops.wmse.whiten(*arguments)

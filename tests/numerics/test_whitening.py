@@ -110,7 +110,7 @@ def test_a_float64_factor_rounds_only_the_result(backend, eps):
     x = rows_of_condition(3, 64, 32, 1e6).float()
     grad_z = random_like(x)
     exact = value_and_gradient(lambda x: definition(x, eps), x.double(), grad_z)
-    precise = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend, float64_factor=True), x, grad_z)
+    precise = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend, cholesky_float64=True), x, grad_z)
     plain = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
     for actual, single, truth in zip(precise, plain, exact, strict=True):
         assert actual.dtype == torch.float32
@@ -123,7 +123,7 @@ def test_a_float64_factor_rounds_only_the_result(backend, eps):
 def test_a_float64_factor_whitens_what_float32_refuses(backend):
     x = rows_of_condition(3, 64, 32, 1e10).float()
     assert not whiten_with_status(x, backend=backend)[1].ok.any()
-    assert whiten_with_status(x, backend=backend, float64_factor=True)[1].ok.all()
+    assert whiten_with_status(x, backend=backend, cholesky_float64=True)[1].ok.all()
 
 
 @each_backend
@@ -133,8 +133,8 @@ def test_a_float64_factor_does_not_take_the_rounding_of_float32_rows_for_signal(
     dependent[:, :, -1] = 1.7 * x[:, :, 0]
     constant[:, :, 3] = 3.7
     for bad in (dependent, constant):
-        assert not whiten_with_status(bad, backend=backend, float64_factor=True)[1].ok.any()
-    status = whiten_with_status(rows_of_condition(9, 64, 32, 1e8).float(), backend=backend, float64_factor=True)[1]
+        assert not whiten_with_status(bad, backend=backend, cholesky_float64=True)[1].ok.any()
+    status = whiten_with_status(rows_of_condition(9, 64, 32, 1e8).float(), backend=backend, cholesky_float64=True)[1]
     assert status.ok.all()
     assert status.min_pivot.dtype == torch.float32
 

@@ -166,7 +166,7 @@ def test_the_loss_by_these_kernels(monkeypatch):
     expected = wmse_loss(v, **sizes, backend="reference")
     assert wmse_loss(v.float(), **sizes, backend="triton").item() == pytest.approx(expected.item(), rel=1e-5)
     with pytest.raises(ValueError, match="float32 only; use backend='auto' or 'torch'"):
-        wmse_loss(v.float(), **sizes, backend="triton", float64_factor=True)
+        wmse_loss(v.float(), **sizes, backend="triton", cholesky_float64=True)
     monkeypatch.setattr("kernels.whitening_triton.forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         wmse_loss(v.float(), **sizes, backend="triton")
@@ -201,7 +201,7 @@ def test_second_derivative_is_refused():
     ("shape", "dtype", "keywords", "message"),
     [
         ((1, 9, 4), torch.float64, {}, "'triton' whitens in float32 only; use backend='auto' or 'torch'"),
-        ((1, 9, 4), torch.float32, {"float64_factor": True}, "float32 only; use backend='auto' or 'torch'"),
+        ((1, 9, 4), torch.float32, {"cholesky_float64": True}, "float32 only; use backend='auto' or 'torch'"),
         ((1, 600, 513), torch.float32, {}, "at most 512 dimensions, not 513"),
     ],
 )

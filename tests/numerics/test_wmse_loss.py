@@ -114,7 +114,7 @@ def test_a_float64_factor_reaches_the_whitening(backend):
     sizes = {"num_views": 2, "slice_size": 32, "permutations": permutations_of(1, 64), "backend": backend}
     exact = loss_and_gradient(lambda v: definition(v, 2, 32, sizes["permutations"], normalize=True), v.double())
     plain = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
-    precise = loss_and_gradient(lambda v: wmse_loss(v, **sizes, float64_factor=True), v)
+    precise = loss_and_gradient(lambda v: wmse_loss(v, **sizes, cholesky_float64=True), v)
     for actual, single, truth in zip(precise, plain, exact, strict=True):
         assert actual.dtype == torch.float32
         assert (actual - truth).norm() < 1e-6 * truth.norm()

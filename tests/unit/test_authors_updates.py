@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.config.schema import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
+from trainer.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ViewsConfig, WMSESettings
 from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_model
+from trainer.models.networks import build_encoder_projector
 from trainer.optimizer import build_optimizer
 from trainer.schedule import build_schedule
 from trainer.step import TrainStep
@@ -19,7 +19,7 @@ CONFIG = Config(
     views=ViewsConfig(num_views=VIEWS),
     model=ModelConfig("test_resnet", zero_init_last=False, projector="mlp", projector_hidden=(12,), embedding_size=8,
                       encoder_batch_norm="per_view", projector_batch_norm="joint"),
-    loss=LossConfig(slice_size=SLICE),
+    wmse=WMSESettings(slice_size=SLICE),
     optimizer=OptimizerConfig(name="adam", learning_rate=3e-3, learning_rate_rule="fixed", weight_decay=1e-6, epochs=1000,
                               warmup_steps=500, warmup_from="first_step", schedule="drops"),
 )  # fmt: skip
@@ -40,7 +40,7 @@ def published_loss(encoder: nn.Module, head: nn.Module, views: Tensor) -> Tensor
 
 
 def test_ten_updates_are_the_published_ones() -> None:
-    model = build_model(CONFIG, Ranks()).double()
+    model = build_encoder_projector(CONFIG, Ranks()).double()
     encoder = timm.create_model("test_resnet", num_classes=0).double().train()
     encoder.load_state_dict(model.encoder.state_dict())
     head = nn.Sequential(nn.Linear(encoder.num_features, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 8)).double()
@@ -52,7 +52,7 @@ def test_ten_updates_are_the_published_ones() -> None:
     step = TrainStep(
         model,
         build_optimizer(model, CONFIG.optimizer, torch.device("cpu")),
-        CONFIG.loss,
+        CONFIG.wmse,
         num_views=VIEWS,
         autocast_dtype=None,
         ranks=Ranks(),
@@ -65,7 +65,7 @@ def test_ten_updates_are_the_published_ones() -> None:
         step(pixels, torch.arange(IMAGES)[None], schedule.learning_rate(i))
         adam.param_groups[0]["lr"] = 3e-3 * (i + 1) / 500
         adam.zero_grad()
-        published_loss(encoder, head, model.scale(pixels).unflatten(0, (VIEWS, IMAGES))).backward()
+        published_loss(encoder, head, model.normalize(pixels).unflatten(0, (VIEWS, IMAGES))).backward()
         adam.step()
 
     expected = dict([*encoder.named_parameters(prefix="encoder"), *head.named_parameters(prefix="projector")])

@@ -16,7 +16,7 @@ from trainer.config.schema import Config
 from trainer.distributed.device import choose_device
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.models.networks import build_model
+from trainer.models.networks import build_encoder_projector
 from trainer.run.checkpoint import load_checkpoint
 
 
@@ -47,7 +47,7 @@ def test_figures_of_a_small_model(config: Config, tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.glob("bench*"))
 
     # what was measured is the config's model with the optimizer's moments
-    model = build_model(config, Ranks()).to(choose_device(config, Ranks()))
+    model = build_encoder_projector(config, Ranks()).to(choose_device(config, Ranks()))
     parameters = list(model.parameters())
     numel = sum(p.numel() for p in parameters)
     assert result["parameters"] == numel

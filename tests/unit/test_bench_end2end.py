@@ -66,7 +66,7 @@ def test_the_loop_is_measured(tiny_set: Path, tiny_config: Path, tmp_path: Path)
         logging.getLogger().handlers[:] = handlers
     assert result is not None
     assert json.loads(json.dumps(result)) == result
-    assert seen[0][1] == config.loss
+    assert seen[0][1] == config.wmse
     assert not seen[0][0].exists(), "the run folder is temporary"
     made = WARMUP_STEPS + result["steps"] + PROFILED_STEPS
     assert made <= len(seen[1]) <= made + 5, "an epoch of 3 steps does not end it; a few more until all agree to stop"

@@ -30,7 +30,7 @@ def test_the_sizes_that_grow(config: Config, monkeypatch: pytest.MonkeyPatch) ->
     def in_turns(steps: list[Step], device: torch.device, seconds: float) -> list[dict[str, Any]]:
         for step in steps:
             config, k = step.config, step.config.model.embedding_size
-            sizes = (config.views.num_views, config.data.images_per_step, k, config.loss.slice_size)
+            sizes = (config.views.num_views, config.data.images_per_step, k, config.wmse.slice_size)
             measured.append((*sizes, step.without_loss))
         assert seconds == pytest.approx(2.0 * len(steps))
         return [{"figure": FIGURE} for _ in steps]

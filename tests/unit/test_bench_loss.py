@@ -131,8 +131,8 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
         ("", 2, 32),
         ("--optimizer.accumulation_steps 2", 1, 32),  # one part
         ("", 8, 16),  # 8 images a rank: two ranks whiten a slice of 16 together
-        ("--loss.iterations 2 --loss.permutation_block 32", 2, 32),
-        ("--loss.iterations 2 --loss.permutation_block 32", 4, 32),  # two ranks permute a block together
+        ("--wmse.iterations 2 --wmse.permutation_block 32", 2, 32),
+        ("--wmse.iterations 2 --wmse.permutation_block 32", 4, 32),  # two ranks permute a block together
     ],
 )
 def test_the_shape_of_an_experiment_is_what_one_rank_whitens(
@@ -140,7 +140,7 @@ def test_the_shape_of_an_experiment_is_what_one_rank_whitens(
 ) -> None:
     config = load_config(tiny_config, ["--data.images_per_step", "64", *words.split()])
     shape = shape_of_config(config, ranks)
-    assert shape == LossShape(2, num_images, 16, 8, config.loss.iterations)
+    assert shape == LossShape(2, num_images, 16, 8, config.wmse.iterations)
     slices_of_all = shape.num_slices * 64 // num_images
     assert f"whitening: {slices_of_all} slices" in "\n".join(plan_lines(config, 64, ranks))
 
@@ -154,15 +154,15 @@ def test_the_recipes_shapes_are_those_of_the_configs() -> None:
 def test_an_experiment_is_measured_on_its_device_and_what_is_set_aside_is_said(
     tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--config", str(tiny_config), "--data.images_per_step", "32", "--ranks", "2", "--loss.eps", "0.01"]
-    words += ["--loss.float64_factor", "true"]  # which is measured, as an implementation of its own
+    words = ["--config", str(tiny_config), "--data.images_per_step", "32", "--ranks", "2", "--wmse.eps", "0.01"]
+    words += ["--wmse.cholesky_float64", "true"]  # which is measured, as an implementation of its own
     assert main(["bench", "loss", *words, "--seconds", "0.01"]) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
     assert [entry["shape"] for entry in result["results"]] == [LossShape(2, 16, 16, 8, 1)._asdict()]
     assert (result["device_type"], result["ranks"], result["config"]) == ("cpu", 2, str(tiny_config))
-    assert result["not_measured"] == ["loss.eps is 0.01, measured with 0.0"]
-    assert "note: loss.eps is 0.01" in said.err
+    assert result["not_measured"] == ["wmse.eps is 0.01, measured with 0.0"]
+    assert "note: wmse.eps is 0.01" in said.err
     if not torch.cuda.is_available():
         assert main(["bench", "loss", *words, "--device", "cuda"]) == 2
         assert "torch sees no GPU here" in capsys.readouterr().err
@@ -181,7 +181,7 @@ def test_an_experiment_is_measured_on_its_device_and_what_is_set_aside_is_said(
         ("loss --config TINY --ranks 0", "--ranks is 0"),
         ("loss --shape 2,16,8,4,1", "no use for --shape 2,16,8,4,1 without --config"),
         ("loss --ranks 2", "no use for --ranks without --config"),
-        ("loss --ranks 2 --loss.eps 1e-4", "no use for --ranks --loss.eps 1e-4 without --config"),
+        ("loss --ranks 2 --wmse.eps 1e-4", "no use for --ranks --wmse.eps 1e-4 without --config"),
         ("loss --sweep --device cpu", "no use for --device cpu without --config"),
         ("loss --seconds 0", "--seconds"),
         ("loss --out no/such/folder/x.json", "no folder no/such/folder"),

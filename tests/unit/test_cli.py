@@ -31,8 +31,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert f"usage: wmse {command}" in shown
     if command in ("pretrain", "probe", "knn", "evaluate", "preview", "bench"):
-        assert "--loss.slice_size" in shown
-        assert "Rows M that are whitened together" in shown
+        assert "--wmse.slice_size" in shown
+        assert "Rows M of one view that are whitened together" in shown
 
 
 def test_another_package_named_kernels_is_noticed(

@@ -30,7 +30,7 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     )
     assert config.optimizer.learning_rate == 1e-3
     assert config.optimizer.weight_decay == 1e-6
-    assert config.loss.eps == 5e-4
+    assert config.wmse.eps == 5e-4
     assert config.views.crop_area == (0.2, 1.0)
 
 
@@ -42,40 +42,40 @@ def test_overrides_win_wherever_they_stand(tmp_path: Path) -> None:
 
 
 def test_saved_config_loads_as_the_same(tmp_path: Path) -> None:
-    config = load("model: {projector_hidden: [8, 9]}\nrun_dir: 'a: b'", tmp_path, "--loss.eps", "1e-4")
+    config = load("model: {projector_hidden: [8, 9]}\nrun_dir: 'a: b'", tmp_path, "--wmse.eps", "1e-4")
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml", []) == config
 
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     message = problems(
-        "views: {early_sides: [96, 128], early_side_epochs: [5]}\ncuda_graphs: true\ncompile: false\n"
+        "views: {early_sizes: [96, 128], early_size_epochs: [5]}\ncuda_graphs: true\ncompile: false\n"
         "data: {images_per_step: 1024}\noptimizer: {accumulation_steps: 8}",
         tmp_path,
     )
-    assert "views.early_sides is [96, 128] with early_side_epochs [5]: give as many epochs as sides" in message
+    assert "views.early_sizes is [96, 128] with early_size_epochs [5]: give as many epochs as sides" in message
     assert "cuda_graphs is true with compile false: set compile to auto or true" in message
     assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many parts of whole" in message
     assert "slices of 256; take 1, 2, 4" in message
-    assert "rising" in problems("views: {early_sides: [96, 96], early_side_epochs: [5, 5]}", tmp_path)
-    assert "each must be below views.side 96" in problems(
-        "views: {side: 96, early_sides: [96], early_side_epochs: [5]}", tmp_path
+    assert "rising" in problems("views: {early_sizes: [96, 96], early_size_epochs: [5, 5]}", tmp_path)
+    assert "each must be below views.size 96" in problems(
+        "views: {size: 96, early_sizes: [96], early_size_epochs: [5]}", tmp_path
     )
-    many = f"views: {{early_sides: {list(range(96, 104))}, early_side_epochs: {list(range(1, 9))}}}"
-    assert "views.early_sides has 8 sides: 7 at most" in problems(many, tmp_path)
-    assert "max_failed_steps is 5 with precision fp16" in problems(
-        "precision: fp16\nloss: {max_failed_steps: 5}", tmp_path
+    many = f"views: {{early_sizes: {list(range(96, 104))}, early_size_epochs: {list(range(1, 9))}}}"
+    assert "views.early_sizes has 8 sides: 7 at most" in problems(many, tmp_path)
+    assert "max_skipped_steps is 5 with precision fp16" in problems(
+        "precision: fp16\nloss: {max_skipped_steps: 5}", tmp_path
     )
     assert "optimizer.backend is triton with optimizer.name adam" in problems(
         "optimizer: {name: adam, backend: triton}", tmp_path
     )
-    late = "views: {early_sides: [96], early_side_epochs: [9]}\noptimizer: {epochs: 9}"
-    assert "early_side_epochs is [9]: the last must be below optimizer.epochs 9" in problems(late, tmp_path)
+    late = "views: {early_sizes: [96], early_size_epochs: [9]}\noptimizer: {epochs: 9}"
+    assert "early_size_epochs is [9]: the last must be below optimizer.epochs 9" in problems(late, tmp_path)
 
 
 def test_all_problems_at_once_with_the_nearest_key(tmp_path: Path) -> None:
     message = problems(
-        "sed: 1\noptimizer: {epoch: 3, name: sgd}\ndata: 7\nviews: {side: abc}",
+        "sed: 1\noptimizer: {epoch: 3, name: sgd}\ndata: 7\nviews: {size: abc}",
         tmp_path,
         "--loss.slise_size",
         "4",
@@ -86,8 +86,8 @@ def test_all_problems_at_once_with_the_nearest_key(tmp_path: Path) -> None:
         "unknown setting optimizer.epoch: did you mean optimizer.epochs?",
         "optimizer.name is 'sgd': give one of 'adam', 'lars'",
         "data is a section",
-        "views.side is 'abc': give a value of type int",
-        "unknown setting loss.slise_size: did you mean loss.slice_size?",
+        "views.size is 'abc': give a value of type int",
+        "unknown setting loss.slise_size: did you mean wmse.slice_size?",
         "'stray' does not belong to a setting",
     ):
         assert part in message
@@ -110,7 +110,7 @@ def test_broken_yaml_is_one_message(text: str, tmp_path: Path) -> None:
 
 
 def test_a_word_without_its_value(tmp_path: Path) -> None:
-    message = problems("seed: 0", tmp_path, "--seed", "--loss.eps", "0.1", "--views.hue")
+    message = problems("seed: 0", tmp_path, "--seed", "--wmse.eps", "0.1", "--views.hue")
     assert "--seed has no value" in message
     assert "--views.hue has no value" in message
 
@@ -122,17 +122,17 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("loss: {slice_size: 128}", "loss.slice_size is 128 with model.embedding_size 128"),
+        ("loss: {slice_size: 128}", "wmse.slice_size is 128 with model.embedding_size 128"),
         ("data: {images_per_step: 1000}", "take 768 or 1024"),
         ("data: {images_per_step: 100}", "take 256"),
-        ("loss: {iterations: 2, permutation_block: 128}", "loss.permutation_block is 128"),  # half a slice
-        ("loss: {iterations: 2, permutation_block: 768}", "loss.permutation_block is 768"),  # 1024 images
+        ("loss: {iterations: 2, permutation_block: 128}", "wmse.permutation_block is 128"),  # half a slice
+        ("loss: {iterations: 2, permutation_block: 768}", "wmse.permutation_block is 768"),  # 1024 images
         ("views: {num_views: 1}", "views.num_views is 1: it must be at least 2"),
         ("views: {hue: 0.6}", "views.hue is 0.6: it must be at most 0.5"),
         ("views: {crop_area: [0.5, 0.2]}", "the smaller first"),
         ("views: {crop_area: [0.5, 2]}", "a crop is at most 1"),
         ("views: {blur_window: 22}", "take 23"),
-        ("views: {test_resize: 100}", "views.test_resize is 100"),
+        ("views: {eval_resize: 100}", "views.eval_resize is 100"),
         ("views: {std: [1, 1, 0]}", "above 0"),
         ("optimizer: {warmup_epochs: 1, warmup_steps: 5}", "give one"),
         ("optimizer: {warmup_epochs: 100.5}", "longer than optimizer.epochs"),
@@ -218,8 +218,8 @@ def test_no_environment_variable_changes_a_setting(tmp_path: Path, monkeypatch: 
 
 
 def test_a_key_given_as_a_section_and_dotted_is_refused(tmp_path: Path) -> None:
-    assert "loss.eps is given twice" in problems("loss: {eps: 0.1}\nloss.eps: 0.2", tmp_path)
-    assert load("loss: {eps: 0.1}\nloss.iterations: 2", tmp_path).loss.iterations == 2
+    assert "wmse.eps is given twice" in problems("loss: {eps: 0.1}\nloss.eps: 0.2", tmp_path)
+    assert load("loss: {eps: 0.1}\nloss.iterations: 2", tmp_path).wmse.iterations == 2
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_later_files_override_earlier_ones_and_sources_say_so(tmp_path: Path) ->
     first.write_text("seed: 1\nloss: {eps: 0.1, iterations: 2}\ndata: {images_per_step: 2048}")
     second.write_text("loss: {eps: 0.2}\nmax_steps: 5")
     config, sources = load_settings([first, second], ["--max_steps", "6"])
-    assert (config.seed, config.loss.eps, config.loss.iterations, config.max_steps) == (1, 0.2, 2, 6)
-    assert sources["seed"] == sources["loss.iterations"] == str(first)
-    assert sources["loss.eps"] == str(second)
+    assert (config.seed, config.wmse.eps, config.wmse.iterations, config.max_steps) == (1, 0.2, 2, 6)
+    assert sources["seed"] == sources["wmse.iterations"] == str(first)
+    assert sources["wmse.eps"] == str(second)
     assert (sources["max_steps"], sources["device"]) == ("command line", "default")
     assert (
         describe_sources(config, sources) == f"settings from {first}, then {second}; on the command line: max_steps=6"
@@ -266,7 +266,7 @@ def test_problems_name_the_place_of_the_mistake(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     for part in (
         f"{file}: unknown setting sed:",
-        f"{file}: loss.eps is 'x'",
+        f"{file}: wmse.eps is 'x'",
         "line: unknown setting sede",
         "line: seed is 'y'",
     ):
@@ -303,7 +303,7 @@ def test_home_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("arch", "model.backbone"),
         ("run-dir", "run_dir"),
         ("optimizer.epoch", "optimizer.epochs"),
-        ("slice_size", "loss.slice_size"),
+        ("slice_size", "wmse.slice_size"),
     ],
 )
 def test_the_usual_names_of_settings_are_suggested(tmp_path: Path, name: str, meant: str) -> None:

@@ -17,7 +17,7 @@ from trainer.tools.run_plan import plan_lines, plan_warnings
 
 def test_numbers_of_the_plan(tiny_config: Path) -> None:
     """50 images, 16 a step on two ranks that whiten 16 rows together, 2 views, 3 iterations."""
-    config = load_config(tiny_config, ["--loss.iterations", "3", "--loss.permutation_block", "16"])
+    config = load_config(tiny_config, ["--wmse.iterations", "3", "--wmse.permutation_block", "16"])
     text = "\n".join(plan_lines(config, 50, 2))
     for part in (
         "images: 50 in (no data.root); 3 steps an epoch, 2 left out of each in turn",
@@ -30,8 +30,8 @@ def test_numbers_of_the_plan(tiny_config: Path) -> None:
 
 
 def test_parts_and_early_sides_are_said(tiny_config: Path) -> None:
-    words = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sides", "[16,24]",
-             "--views.early_side_epochs", "[1,2]"]  # fmt: skip
+    words = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sizes", "[16,24]",
+             "--views.early_size_epochs", "[1,2]"]  # fmt: skip
     text = "\n".join(plan_lines(load_config(tiny_config, words), 640, 2))
     assert "32 images = 64 views a rank, 2 micro-batches of 16 images one after the other" in text
     assert "views: 16 px until step 10, 24 px until step 20, then 32 px" in text

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from trainer.config.schema import Config
 from trainer.distributed.device import autocast_dtype
-from trainer.distributed.geometry import own_rows, slice_group_size
+from trainer.distributed.geometry import images_of_rank, loss_group_size
 from trainer.distributed.peers import Peers
 from trainer.distributed.process_group import (
     collective_timeout,
     make_batch_norm_group,
-    make_slice_group,
+    make_loss_group,
     one_rank_a_node_first,
     step_seconds,
 )
@@ -45,13 +45,13 @@ def test_one_rank_a_node_works_before_the_others(
 
 
 def test_rows_are_consecutive_and_even() -> None:
-    assert [own_rows(Ranks(r, 4), 64).first for r in range(4)] == [0, 16, 32, 48]
+    assert [images_of_rank(Ranks(r, 4), 64).first for r in range(4)] == [0, 16, 32, 48]
     with pytest.raises(InputError, match="take 63"):
-        own_rows(Ranks(0, 3), 64)
+        images_of_rank(Ranks(0, 3), 64)
     with pytest.raises(InputError, match="take 3584"):  # whole slices of 256 as well
-        own_rows(Ranks(0, 7), 4096, 256)
+        images_of_rank(Ranks(0, 7), 4096, 256)
     with pytest.raises(InputError, match="take 8"):
-        own_rows(Ranks(0, 8), 1)
+        images_of_rank(Ranks(0, 8), 1)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_rows_are_consecutive_and_even() -> None:
     [(256, 16, 256, 1), (512, 8, 256, 1), (64, 64, 256, 4), (128, 32, 256, 2), (96, 8, 128, 4), (16, 1, 16, 1)],
 )
 def test_slice_groups_are_as_small_as_they_can_be(images: int, world: int, together: int, size: int) -> None:
-    assert slice_group_size(images, world, together) == size
+    assert loss_group_size(images, world, together) == size
 
 
 def test_groups_that_do_not_fit_the_ranks() -> None:
     with pytest.raises(InputError, match=r"6 ranks of 64 images.*256.*multiple of 4"):
-        slice_group_size(64, 6, 256)
+        loss_group_size(64, 6, 256)
 
 
 def test_slice_groups_are_neighbours_and_made_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,11 +78,11 @@ def test_slice_groups_are_neighbours_and_made_alike_on_all_ranks(monkeypatch: py
 
     monkeypatch.setattr(dist, "new_group", new_group)
     cpu = torch.device("cpu")
-    found = [make_slice_group(2, Config(), Ranks(rank, 6), cpu) for rank in range(6)]
+    found = [make_loss_group(2, Config(), Ranks(rank, 6), cpu) for rank in range(6)]
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
     assert made == [[0, 1], [2, 3], [4, 5]] * 6
     assert set(timeouts) == {timedelta(minutes=8)}
-    assert make_slice_group(1, Config(), Ranks(3, 6), cpu) is None
+    assert make_loss_group(1, Config(), Ranks(3, 6), cpu) is None
 
 
 def test_precision_by_name() -> None:

@@ -26,7 +26,7 @@ from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
-from trainer.models.networks import Model, build_model
+from trainer.models.networks import build_encoder_projector
 from trainer.run.checkpoint import load_checkpoint
 from trainer.run.signals import StopRequest
 
@@ -56,7 +56,7 @@ def place(tiny_set, tmp_path) -> Place:
 @pytest.fixture
 def model(place) -> Model:
     """With running statistics that are not those of a new one."""
-    model = build_model(place.config, Ranks())
+    model = build_encoder_projector(place.config, Ranks())
     model(torch.randint(0, 256, (32, 3, 32, 32), dtype=torch.uint8))
     return model
 
@@ -89,7 +89,7 @@ def test_features_are_the_encoders_and_leave_its_statistics(model, place):
         assert torch.equal(value, before[name]), name
     pixels = (255 * extract(raw_pixels, open_split("val", place), place).x).round().to(torch.uint8).view(16, 3, 32, 32)
     with torch.no_grad():
-        expected = model.eval().encoder(model.scale(pixels))
+        expected = model.eval().encoder(model.normalize(pixels))
     torch.testing.assert_close(got.x, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -236,7 +236,7 @@ def without_time(results):
 
 def test_the_checkpoint_and_the_untrained_encoder_are_told_apart(run_dir, tiny_set, tmp_path):
     """Weights of the file are what is measured; random and pixels need no file, and have names of their own."""
-    model = build_model(load_config(run_dir / "config.yaml", []), Ranks())
+    model = build_encoder_projector(load_config(run_dir / "config.yaml", []), Ranks())
     state = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")["model"]
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, state[name])]
     assert len(changed) > 10
@@ -311,7 +311,7 @@ def test_features_are_float32_unless_told_otherwise(place, model, tiny_set, tmp_
     seen = []
 
     def encode(pixels):
-        x = model.eval().encoder(model.scale(pixels))
+        x = model.eval().encoder(model.normalize(pixels))
         seen.append((x.dtype, torch.backends.cudnn.conv.fp32_precision))
         return x
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.config.schema import Config, DataConfig, LossConfig, OptimizerConfig
+from trainer.config.schema import Config, DataConfig, OptimizerConfig, WMSESettings
 from trainer.distributed.geometry import batch_norm_images, check_ranks, micro_batches, usable_ranks
 from trainer.errors import InputError
 
@@ -13,7 +13,7 @@ def config_of(images: int, slice_size: int = 256, **optimizer: int) -> Config:
     return replace(
         Config(),
         data=DataConfig(images_per_step=images),
-        loss=LossConfig(slice_size=slice_size),
+        wmse=WMSESettings(slice_size=slice_size),
         optimizer=OptimizerConfig(**optimizer),
     )
 

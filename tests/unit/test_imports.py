@@ -72,7 +72,7 @@ from tests.gpu.check_step import IMAGES, TINY, Variant, build_step, pixels_of
 
 cpu = torch.device("cpu")
 step = build_step(TINY, Variant("fp32"), cpu)
-result = step(pixels_of(0, TINY.views.side, cpu), torch.arange(IMAGES)[None], 0.1)
+result = step(pixels_of(0, TINY.views.size, cpu), torch.arange(IMAGES)[None], 0.1)
 print(int(result.failed), result.loss.item() > 0)
 """
 

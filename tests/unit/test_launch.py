@@ -133,7 +133,7 @@ def test_an_array_over_configs(
         (["--nodes", "x"], "--nodes is 'x'"),
         (["--ranks_per_node", "0"], "--ranks_per_node is 0"),
         (["--data.root", "/nowhere"], "/nowhere"),
-        (["--data.images_per_step", "17"], "not a multiple of loss.slice_size"),
+        (["--data.images_per_step", "17"], "not a multiple of wmse.slice_size"),
         (["--array", "sede=1,2"], "--array is 'sede=1,2'"),
         (["--array", "seed"], "--array is 'seed'"),
         (["--array", "seed=1,1"], "is listed twice"),

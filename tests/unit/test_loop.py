@@ -55,6 +55,6 @@ def test_the_steps_in_which_some_rank_may_compile_have_a_longer_limit(
     asked = []
     monkeypatch.setattr("trainer.loop.step_seconds", lambda *_, may_compile: asked.append(may_compile))
     limits = _StepLimits(run_of(tiny_set, tiny_config))
-    for step, side in enumerate([16, 16, 16, 16, 32, 32, 32, 32], 7):
-        limits.seconds(Batch(step, torch.empty(1, 3, side, side), np.arange(1), 0.0))
+    for step, size in enumerate([16, 16, 16, 16, 32, 32, 32, 32], 7):
+        limits.seconds(Batch(step, torch.empty(1, 3, size, size), np.arange(1), 0.0))
     assert asked == 2 * [True, True, True, False]

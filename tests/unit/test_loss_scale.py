@@ -2,13 +2,13 @@
 
 import torch
 
-from trainer.grad_scaler import FIRST_SCALE, SMALLEST_SCALE, STEPS_TO_GROW, LossScale
+from trainer.grad_scaler import FIRST_SCALE, SMALLEST_SCALE, STEPS_TO_GROW, GradScaler
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 
 def test_it_halves_and_grows() -> None:
-    scale = LossScale(torch.device("cpu"))
+    scale = GradScaler(torch.device("cpu"))
     scale.update(YES)
     assert scale.scale == FIRST_SCALE / 2
     for _ in range(STEPS_TO_GROW - 1):
@@ -23,7 +23,7 @@ def test_it_halves_and_grows() -> None:
 
 
 def test_its_inverse_stays_finite() -> None:
-    scale = LossScale(torch.device("cpu"))
+    scale = GradScaler(torch.device("cpu"))
     for _ in range(200):
         scale.update(YES)
     assert scale.scale == SMALLEST_SCALE
@@ -31,7 +31,7 @@ def test_its_inverse_stays_finite() -> None:
 
 
 def test_gradients_are_divided_by_it() -> None:
-    scale = LossScale(torch.device("cpu"))
+    scale = GradScaler(torch.device("cpu"))
     gradients = [torch.full((2,), FIRST_SCALE), torch.ones(())]
     scale.unscale(gradients)
     assert gradients[0].tolist() == [1, 1]
@@ -39,7 +39,7 @@ def test_gradients_are_divided_by_it() -> None:
 
 
 def test_another_one_goes_on_from_its_state() -> None:
-    one, other = (LossScale(torch.device("cpu")) for _ in range(2))
+    one, other = (GradScaler(torch.device("cpu")) for _ in range(2))
     one.update(YES)
     one.update(NO)
     other.load(one.state())

@@ -23,13 +23,13 @@ def test_memory_of_the_state(name: str, copies: int, tiny_config: Path) -> None:
     weights = sum(p.numel() for p in Model(config.model, config.views).parameters())
     memory = estimate_memory(config, 10, CPU)
     assert memory.state == copies * 4 * weights
-    larger = load_config(tiny_config, ["--optimizer.name", name, "--views.side", "64", "--views.test_resize", "64"])
+    larger = load_config(tiny_config, ["--optimizer.name", name, "--views.size", "64", "--views.eval_resize", "64"])
     assert 3.5 < estimate_memory(larger, 10, CPU).kept / memory.kept < 4.1
 
 
 def test_copies_of_the_weights_count_once_whatever_the_number_of_views(tiny_config: Path) -> None:
     """Under bf16 autocast each weight but the last layer's is there a second time, in two bytes."""
-    config = load_config(tiny_config, ["--precision", "bf16", "--views.side", "16", "--views.test_resize", "16"])
+    config = load_config(tiny_config, ["--precision", "bf16", "--views.size", "16", "--views.eval_resize", "16"])
     model = Model(config.model, config.views)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "projector.last" not in name)
     some, twice = (estimate_memory(config, views, CPU).kept for views in (10, 20))

@@ -19,7 +19,7 @@ from trainer.metrics import (
     AGREED,
     Clock,
     DelayedMetrics,
-    LossSums,
+    MetricSums,
     MetricsWriter,
     count_bad_images,
     describe_line,
@@ -39,8 +39,8 @@ def result(loss: float, *, failed: bool = False, pivot: float = 0.5) -> StepResu
 def line(step: int, loss: float = 1.0, **more: float) -> dict[str, Any]:
     """A record as `DelayedMetrics.take` hands it out."""
     known = Clock(16, 2, 10, step - 1, 40).line(step)
-    rest = {"lr": 0.1, "memory_gib": 1.0, "memory_limit_gib": 8.0, "bad_images": 1}
-    metrics = {"loss": loss, "effective_rank": 3.0, "min_pivot": 0.5, "failed_steps": 0.0}
+    rest = {"lr": 0.1, "memory_gib": 1.0, "memory_limit_gib": 8.0, "skipped_images": 1}
+    metrics = {"loss": loss, "effective_rank": 3.0, "min_pivot": 0.5, "skipped_steps": 0.0}
     return {"step": step, **dict.fromkeys(AGREED, 0.0), **known, **rest, **metrics, **more}
 
 
@@ -57,18 +57,18 @@ def test_effective_rank_is_k_for_white_and_1_on_a_line() -> None:
 
 
 def test_failed_steps_do_not_count_in_the_mean() -> None:
-    sums = LossSums(CPU)
+    sums = MetricSums(CPU)
     for step in (result(1.0), result(float("nan"), failed=True, pivot=0.0), result(3.0, pivot=0.2)):
         sums.add(step)
     taken = sums.take(torch.randn(8, 3), Ranks())
-    assert (taken["loss"], taken["failed_steps"], taken["min_pivot"]) == (2.0, 1.0, 0.0)
+    assert (taken["loss"], taken["skipped_steps"], taken["min_pivot"]) == (2.0, 1.0, 0.0)
     sums.add(result(5.0))
     taken = sums.take(torch.randn(8, 3), Ranks())
-    assert (taken["loss"], taken["failed_steps"], taken["min_pivot"]) == (5.0, 0.0, 0.5)
+    assert (taken["loss"], taken["skipped_steps"], taken["min_pivot"]) == (5.0, 0.0, 0.5)
 
 
 def test_sums_go_through_a_checkpoint() -> None:
-    sums, other = LossSums(CPU), LossSums(CPU)
+    sums, other = MetricSums(CPU), MetricSums(CPU)
     sums.add(result(1.0, pivot=0.1))
     other.load(sums.state(Ranks()))
     other.add(result(2.0))
@@ -134,12 +134,12 @@ def test_rates_and_times_are_those_since_the_last_line(monkeypatch: pytest.Monke
 def test_the_log_line_of_a_long_run() -> None:
     values = line(3900, 0.8123, epoch=12.5, lr=5.93, images_per_s=1690.4, views_per_s=6761.6, seconds_per_step=0.6059,
                   data_wait=0.02, memory_gib=42.1, memory_limit_gib=79.6, effective_rank=61.2, min_pivot=0.0123,
-                  eta_seconds=16690.2, bad_images=0)  # fmt: skip
+                  eta_seconds=16690.2, skipped_images=0)  # fmt: skip
     assert describe_line(values, 31200, 100) == (
         "epoch 12/100  step 3900/31200  loss 0.812  lr 5.93  1690 img/s  6762 views/s  0.606 s/step  data 2%  "
         "mem 42.1/80 GiB  eff. rank 61.2  min pivot 1.2e-02  ETA 4:38:10"
     )
-    text = describe_line(values | {"loss": None, "failed_steps": 20, "bad_images": 3}, 31200, 100)
+    text = describe_line(values | {"loss": None, "skipped_steps": 20, "skipped_images": 3}, 31200, 100)
     assert "loss" not in text
     assert "failed steps 20  bad images 3" in text
 
@@ -172,12 +172,12 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     writer = MetricsWriter(tmp_path, 4, 10, 4)
-    writer.write(line(6, float("nan"), failed_steps=2.0, min_pivot=0.0, effective_rank=float("nan")))
+    writer.write(line(6, float("nan"), skipped_steps=2.0, min_pivot=0.0, effective_rank=float("nan")))
     writer.close()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(at["step"], at["loss"]) for at in lines] == [(2, 1.0), (4, 1.0), (6, None)]
-    assert [(at["failed_steps"], at["bad_images"]) for at in lines] == [(0, 1), (0, 1), (2, 1)]
+    assert [(at["skipped_steps"], at["skipped_images"]) for at in lines] == [(0, 1), (0, 1), (2, 1)]
 
 
 def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
     tags = board.Tags()
     assert {tag.partition("/")[0] for tag in tags["scalars"]} == {"train", "speed", "health"}
     assert "train/loss" not in tags["scalars"]  # there was none
-    assert [e.value for e in board.Scalars("health/bad_images")] == [1, 1]
+    assert [e.value for e in board.Scalars("health/skipped_images")] == [1, 1]
     (text,) = board.Tensors("settings/text_summary")
     assert b"| optimizer.learning_rate | 0.1 |" in text.tensor_proto.string_val[0]
     (image,) = board.Images("views")

@@ -9,7 +9,7 @@ from torch import nn
 from trainer.config.schema import ModelConfig, ViewsConfig
 from trainer.errors import InputError
 from trainer.models.batch_norm import ViewBatchNorm
-from trainer.models.networks import Model, PixelScale, Projector, build_encoder
+from trainer.models.networks import Model, Normalize, Projector, build_encoder
 
 TINY = ModelConfig(backbone="test_resnet", projector="mlp", projector_hidden=(16,), embedding_size=8)
 
@@ -18,7 +18,7 @@ def test_scaling_is_the_usual_one_and_keeps_the_layout() -> None:
     views = ViewsConfig(mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (views.mean, views.std))
-    scaled = PixelScale(views)(pixels)
+    scaled = Normalize(views)(pixels)
     torch.testing.assert_close(scaled, (pixels / 255 - mean) / std, rtol=1e-5, atol=1e-6)
     assert scaled.is_contiguous(memory_format=torch.channels_last)
 
@@ -45,7 +45,7 @@ def test_last_layer_is_float32_under_autocast() -> None:
     model = Model(TINY, ViewsConfig())
     pixels = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.projector.hidden(model.encoder(model.scale(pixels)))
+        hidden = model.projector.hidden(model.encoder(model.normalize(pixels)))
         v = model(pixels)
     assert hidden.dtype == torch.bfloat16
     assert v.dtype == torch.float32

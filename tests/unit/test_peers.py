@@ -40,7 +40,7 @@ PEERS = ["torchvision", "dali_decode_once", "dali_decode_per_view"]
 def test_a_peer_makes_different_views_of_the_recipes_size(config: Config, name: str) -> None:
     first, second, *_ = views_of(config, name)
     for view in (first, second):
-        assert view.shape == (config.data.images_per_step, 3, config.views.side, config.views.side)
+        assert view.shape == (config.data.images_per_step, 3, config.views.size, config.views.size)
         assert view.dtype == torch.uint8
     assert (first != second).flatten(1).any(1).all()
     assert len(torch.unique(first, dim=0)) > 1

@@ -12,7 +12,7 @@ from trainer.config.loading import load_config
 from trainer.config.schema import Config, flatten
 from trainer.data.class_list import read_class_list
 from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_model
+from trainer.models.networks import build_encoder_projector
 from trainer.schedule import peak_learning_rate
 from trainer.tools.run_plan import plan_lines
 
@@ -30,7 +30,7 @@ SMALL = {  # CIFAR, STL-10, Tiny ImageNet: what they share
     "optimizer.schedule": "drops", "optimizer.drop_epochs_before_end": (50, 25), "optimizer.drop_factor": 0.2,
     "checkpoint.keep_every_epochs": 20, "checkpoint.keep_every_epochs_after_drop": 5,
     "views.interpolation": "bicubic", "views.flip_probability": 0.5, "views.color_probability": 0.8,
-    "views.crop_ratio": (0.75, 4 / 3), "loss.normalize": True, "loss.eps": 0.0,
+    "views.crop_ratio": (0.75, 4 / 3), "wmse.normalize": True, "wmse.eps": 0.0,
 }  # fmt: skip
 WEAK = {
     "views.crop_area": (0.2, 1.0), "views.brightness": 0.4, "views.contrast": 0.4, "views.saturation": 0.4,
@@ -39,23 +39,23 @@ WEAK = {
 STRONG = {
     "views.crop_area": (0.08, 1.0), "views.brightness": 0.8, "views.contrast": 0.8, "views.saturation": 0.8,
     "views.hue": 0.2, "views.gray_probability": 0.2, "views.blur_probability": 0.5, "views.blur_sigma": (0.1, 2.0),
-    "views.blur_window": 23, "views.side": 224, "views.test_resize": 256,
+    "views.blur_window": 23, "views.size": 224, "views.eval_resize": 256,
 }  # fmt: skip
-CIFAR = {**SMALL, **WEAK, "model.stem": "small", "views.side": 32, "optimizer.epochs": 1000,
-         "model.embedding_size": 64, "loss.slice_size": 128}  # fmt: skip
+CIFAR = {**SMALL, **WEAK, "model.stem": "small", "views.size": 32, "optimizer.epochs": 1000,
+         "model.embedding_size": 64, "wmse.slice_size": 128}  # fmt: skip
 STL = {
     **SMALL,
     **WEAK,
     "model.stem": "small_pool",
-    "views.side": 64,
+    "views.size": 64,
     "model.embedding_size": 128,
-    "loss.slice_size": 256,
+    "wmse.slice_size": 256,
 }
 IMAGENET = {**STRONG, "views.order": "crop_first", "model.backbone": "resnet50",
             "model.stem": "imagenet", "model.zero_init_last": True,
             "model.projector": "simclr", "model.projector_hidden": (2048, 2048), "model.embedding_size": 128,
             "model.encoder_batch_norm": "joint", "model.projector_batch_norm": "joint", "model.batch_norm_ranks": "all",
-            "loss.slice_size": 256, "loss.iterations": 1, "data.images_per_step": 4096, "optimizer.name": "lars",
+            "wmse.slice_size": 256, "wmse.iterations": 1, "data.images_per_step": 4096, "optimizer.name": "lars",
             "optimizer.momentum": 0.9, "optimizer.trust_coefficient": 1e-3, "optimizer.weight_decay": 1e-4,
             "optimizer.warmup_epochs": 10, "optimizer.warmup_from": "zero", "optimizer.schedule": "cosine",
             "views.num_views": 4, "views.mean": (0.0, 0.0, 0.0), "views.std": (1.0, 1.0, 1.0)}  # fmt: skip
@@ -65,7 +65,7 @@ RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak rate, setti
     "stl10_rn18": (2e-3, {**STL, "optimizer.epochs": 2000, **scale((0.43, 0.42, 0.39), (0.27, 0.26, 0.27))}),
     "tiny_imagenet_rn18": (2e-3, {**STL, "optimizer.epochs": 1000, **scale((0.480, 0.448, 0.398), (0.277, 0.269, 0.282))}),
     "imagenet100_rn18": (2e-3, {**SMALL, **STRONG, "model.stem": "imagenet", "model.embedding_size": 128,
-                                "loss.slice_size": 256, "loss.iterations": 1, "optimizer.epochs": 240,
+                                "wmse.slice_size": 256, "wmse.iterations": 1, "optimizer.epochs": 240,
                                 "data.expected_images": 126689,
                                 **scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}),
     "imagenet_rn50": (6.4, IMAGENET),
@@ -96,7 +96,7 @@ def test_config_is_the_recipe(path: Path) -> None:
     if recipe != "imagenet_rn50":
         assert config.data.images_per_step * config.views.num_views == 1024
         four = recipe in ("stl10_rn18", "tiny_imagenet_rn18") and config.views.num_views == 2
-        assert config.loss.iterations == (4 if four else 1)
+        assert config.wmse.iterations == (4 if four else 1)
 
 
 def test_the_classes_of_imagenet_100_are_a_hundred() -> None:
@@ -112,8 +112,8 @@ def test_config_builds(path: Path) -> None:
     """The model takes two images' views and gives embeddings; the plan of the run can be said."""
     config = load(path)
     assert plan_lines(config, max(config.data.expected_images, 10_000), 1)
-    model = build_model(config, Ranks())
-    side = config.views.side if config.views.side < 100 else 64
+    model = build_encoder_projector(config, Ranks())
+    side = config.views.size if config.views.size < 100 else 64
     pixels = torch.randint(0, 255, (2 * config.views.num_views, 3, side, side), dtype=torch.uint8)
     assert model(pixels).shape == (2 * config.views.num_views, config.model.embedding_size)
     if config.model.stem != "imagenet":

@@ -51,7 +51,7 @@ def knn(run_dir: Path, which: str = "last", *settings: str) -> dict[str, Any]:
         ("--evaluate.knn_k", "3"),
         ("--data.test_split", "train"),
         ("--evaluate.precision", "bf16"),
-        ("--views.test_resize", "40"),
+        ("--views.eval_resize", "40"),
     ],
 )
 def test_other_settings_have_files_of_their_own(run_dir: Path, settings: tuple[str, ...]) -> None:

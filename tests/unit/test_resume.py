@@ -15,7 +15,7 @@ from trainer.cli import main
 from trainer.config.schema import flatten
 from trainer.data.plan import PLAN_VERSION
 from trainer.errors import InputError, TrainingFailedError
-from trainer.metrics import LossSums
+from trainer.metrics import MetricSums
 from trainer.run.checkpoint import content_digest, load_checkpoint, save_checkpoint
 from trainer.run.checkpoint_files import checkpoint_path, list_checkpoints
 from trainer.run.resume import _changes, resume
@@ -35,11 +35,11 @@ SHAPING = (
     "optimizer.",
 )
 FREE = (
-    "views.test_resize",
+    "views.eval_resize",
     "model.activation_checkpointing",
     "model.activation_memory_budget",
-    "loss.max_failed_steps",
-    "loss.backend",
+    "max_skipped_steps",
+    "wmse.backend",
     "optimizer.backend",
 )
 
@@ -187,7 +187,7 @@ def resume_from(run: Run, folder: Path, contents: dict[int, Any]) -> int:
     run.checkpoints.mkdir(exist_ok=True)
     for step, content in contents.items():
         write_checkpoint(run, step, content)
-    return resume(run, LossSums(run.device))
+    return resume(run, MetricSums(run.device))
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +245,8 @@ def test_options_of_the_optimizer_come_from_the_settings(
     _, contents = good
     run = run_of(tiny_set, tiny_config, "--optimizer.weight_decay", "0.25", "--allow_changes", "true")
     assert resume_from(run, tmp_path, {2: contents[2]}) == 2
-    assert run.optimizer.param_groups[0]["weight_decay"] == 0.25
-    moments = run.optimizer.state[next(run.model.parameters())]
+    assert run.step.optimizer.param_groups[0]["weight_decay"] == 0.25
+    moments = run.step.optimizer.state[next(run.step.method.networks.parameters())]
     assert torch.equal(moments["exp_avg"], contents[2]["optimizer"]["state"][0]["exp_avg"])
 
 
@@ -272,7 +272,7 @@ def test_ranks_that_find_different_checkpoints_do_not_go_on(run: Run, monkeypatc
     monkeypatch.setattr("trainer.run.resume._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("trainer.run.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
     with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, others those of 0 to 4"):
-        resume(run, LossSums(run.device))
+        resume(run, MetricSums(run.device))
 
 
 def test_a_checkpoint_that_shows_up_late_is_waited_for(
@@ -291,5 +291,5 @@ def test_a_checkpoint_that_shows_up_late_is_waited_for(
     monkeypatch.setattr(
         "trainer.run.resume.agree", lambda v, ranks: torch.maximum(v, torch.tensor([4, -4])) if len(v) == 2 else v
     )
-    assert resume(run, LossSums(run.device)) == 4
+    assert resume(run, MetricSums(run.device)) == 4
     assert len(looks) == 3

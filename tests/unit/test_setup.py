@@ -16,12 +16,11 @@ from torch import nn
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 from trainer.data.index import open_index
-from trainer.data.plan import Rows, slice_permutations
-from trainer.distributed.geometry import micro_batches, rows_together
-from trainer.distributed.ranks import Ranks
+from trainer.data.plan import slice_permutations
+from trainer.distributed.geometry import check_set_size, indivisible_images, micro_batches
+from trainer.distributed.ranks import ImageRange, Ranks
 from trainer.errors import InputError
-from trainer.setup import Run, compile_model, open_cache, set_up
-from trainer.tools.run_plan import check_set_size
+from trainer.setup import Run, open_cache, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
@@ -31,14 +30,14 @@ def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
 
 def test_a_slice_group_permutes_its_own_rows(tiny_set: Path, tiny_config: Path) -> None:
     """The second of two groups of a step of 32 images takes its half of the step's orders, counted from its first image."""
-    sizes = ("--data.images_per_step", "32", "--loss.iterations", "3", "--loss.permutation_block", "16", "--seed", "5")
-    run = replace(run_of(tiny_set, tiny_config, *sizes), group_rows=Rows(16, 16))
+    sizes = ("--data.images_per_step", "32", "--wmse.iterations", "3", "--wmse.permutation_block", "16", "--seed", "5")
+    run = replace(run_of(tiny_set, tiny_config, *sizes), group_rows=ImageRange(16, 16))
     for step in (0, 7):
         whole = slice_permutations(5, step, 32, 3, 16)
         orders = run.permutations(step)
         assert orders.tolist() == (whole[:, 16:] - 16).tolist()
         assert orders.sort(dim=1).values.tolist() == [list(range(16))] * 3
-    assert not torch.equal(run.permutations(0), run.permutations(7))
+    assert not torch.equal(0, run.permutations(7))
 
 
 def test_one_iteration_keeps_the_order(tiny_set: Path, tiny_config: Path) -> None:
@@ -54,9 +53,9 @@ def test_the_seed_decides_the_initial_weights(tiny_set: Path, tiny_config: Path)
 
 
 def test_settings_reach_the_parts_they_are_for(tiny_set: Path, tiny_config: Path) -> None:
-    words = ("--views.num_views", "3", "--precision", "bf16", "--loss.eps", "0.1", "--max_steps", "100")
+    words = ("--views.num_views", "3", "--precision", "bf16", "--wmse.eps", "0.1", "--max_steps", "100")
     run = run_of(tiny_set, tiny_config, *words)
-    assert (run.step.num_views, run.step.autocast_dtype, run.step.loss) == (3, torch.bfloat16, run.config.loss)
+    assert (run.step.num_views, run.step.autocast_dtype, run.step.loss) == (3, torch.bfloat16, run.config.wmse)
     assert run.planner.steps_per_epoch == 3
     assert run.end_step == run.schedule.total_steps == 9  # max_steps does not make a run longer
 
@@ -64,15 +63,15 @@ def test_settings_reach_the_parts_they_are_for(tiny_set: Path, tiny_config: Path
 def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path, tiny_config: Path) -> None:
     words = ("--data.images_per_step", "48", "--optimizer.accumulation_steps", "3")
     assert run_of(tiny_set, tiny_config, *words).step.accumulation_steps == 3
-    config = load_config(tiny_config, [*words, "--loss.iterations", "2", "--loss.permutation_block", "48"])
+    config = load_config(tiny_config, [*words, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
     with pytest.raises(InputError, match=r"accumulation_steps is 3: the 48 images .*multiples of 48 images.*; take 1$"):
         micro_batches(config, 48)
 
 
 def test_blocks_are_kept_together_only_where_they_are_permuted(tiny_config: Path) -> None:
-    words = ["--loss.permutation_block", "32", "--data.images_per_step", "32"]
-    assert rows_together(load_config(tiny_config, words)) == 16
-    assert rows_together(load_config(tiny_config, [*words, "--loss.iterations", "2"])) == 32
+    words = ["--wmse.permutation_block", "32", "--data.images_per_step", "32"]
+    assert indivisible_images(load_config(tiny_config, words)) == 16
+    assert indivisible_images(load_config(tiny_config, [*words, "--wmse.iterations", "2"])) == 32
 
 
 def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,13 +88,13 @@ def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.Lo
     [
         (
             "0",
-            ["--loss.backend", "triton"],
-            "loss.backend triton needs an NVIDIA GPU .*set loss.backend to auto or torch",
+            ["--wmse.backend", "triton"],
+            "wmse.backend triton needs an NVIDIA GPU .*set wmse.backend to auto or torch",
         ),
         (
             "1",
-            ["--loss.backend", "triton", "--loss.float64_factor", "true"],
-            "loss.backend triton whitens in float32 only",
+            ["--wmse.backend", "triton", "--wmse.cholesky_float64", "true"],
+            "wmse.backend triton whitens in float32 only",
         ),
         (
             "0",
@@ -164,7 +163,7 @@ def test_what_the_compiler_is_told(
     monkeypatch.setattr("trainer.setup.own_cores", lambda: 3)
     config = replace(Config(), model=replace(Config().model, activation_memory_budget=0.7), **settings)
     with torch._inductor.config.patch(compile_threads=1), torch._functorch.config.patch(activation_memory_budget=1.0):
-        compile_model(nn.Linear(1, 1), config, torch.device("cuda" if on_gpu else "cpu"))
+        compile_networks(nn.Linear(1, 1), config, torch.device("cuda" if on_gpu else "cpu"))
         assert torch._inductor.config.compile_threads == 3
         assert torch._functorch.config.activation_memory_budget == 0.7
     assert told["mode"] == mode

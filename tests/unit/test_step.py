@@ -9,26 +9,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import Config, LossConfig, ModelConfig, OptimizerConfig, ViewsConfig
+from trainer.config.schema import Config, ModelConfig, OptimizerConfig, ViewsConfig, WMSESettings
 from trainer.distributed.ranks import Ranks
 from trainer.losses.wmse import wmse_loss_with_status
-from trainer.metrics import LossSums
+from trainer.metrics import MetricSums
+from trainer.models.compile import compile_networks
 from trainer.models.networks import Model, Projector
 from trainer.optimizer import build_optimizer
 from trainer.run.faults import GRADIENT_FAULT
-from trainer.setup import compile_model
 from trainer.step import TrainStep, split_images
 
 CPU = torch.device("cpu")
 IMAGES, VIEWS = 16, 3
-LOSS = LossConfig(slice_size=8)
+LOSS = WMSESettings(slice_size=8)
 MODEL = ModelConfig("test_resnet", stem="half", zero_init_last=False, projector="mlp", projector_hidden=(12,),
                     embedding_size=4)  # fmt: skip
 IDENTITY = torch.arange(IMAGES)[None]
 
 
 def build(
-    loss: LossConfig = LOSS,
+    loss: WMSESettings = LOSS,
     autocast_dtype: torch.dtype | None = None,
     accumulation_steps: int = 1,
     device: torch.device = CPU,
@@ -97,15 +97,15 @@ def test_the_loss_is_the_one_configured(changed: dict[str, object]) -> None:
     loss = replace(LOSS, **changed)
     step = build(loss)
     orders = torch.cat([IDENTITY, torch.randperm(IMAGES, generator=torch.Generator().manual_seed(3))[None]])
-    result = step(pixels(1), orders[: loss.iterations], 0.1)
+    result = step(pixels(1), orders[: wmse.iterations], 0.1)
     expected, status = wmse_loss_with_status(
         result.embeddings,
         num_views=VIEWS,
-        slice_size=loss.slice_size,
-        iterations=loss.iterations,
-        normalize=loss.normalize,
-        permutations=orders[: loss.iterations],
-        eps=loss.eps,
+        slice_size=wmse.slice_size,
+        iterations=wmse.iterations,
+        normalize=wmse.normalize,
+        permutations=orders[: wmse.iterations],
+        eps=wmse.eps,
         backend="reference",
     )
     torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-4, atol=1e-5)
@@ -116,12 +116,12 @@ def test_the_precision_of_the_factor_is_the_one_configured(monkeypatch: pytest.M
     asked = []
 
     def spy(*arguments: object, **keywords: object) -> object:
-        asked.append(keywords["float64_factor"])
+        asked.append(keywords["cholesky_float64"])
         return wmse_loss_with_status(*arguments, **keywords)
 
     monkeypatch.setattr("trainer.step.wmse_loss_with_status", spy)
     for wanted in (True, False):
-        build(replace(LOSS, float64_factor=wanted))(pixels(1), IDENTITY, 0.1)
+        build(replace(LOSS, cholesky_float64=wanted))(pixels(1), IDENTITY, 0.1)
     assert asked == [True, False]
 
 
@@ -156,7 +156,7 @@ def gradients_of(step: TrainStep, rows: Tensor, orders: Tensor, monkeypatch: pyt
 
 def test_parts_add_up_to_the_mean_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts of 16 images, each with two slicings of its own: as if each were a rank's."""
-    loss = LossConfig(slice_size=8, iterations=2, permutation_block=16)
+    loss = WMSESettings(slice_size=8, iterations=2, permutation_block=16)
     rows = pixels(1, images=32)
     inside = [torch.randperm(16, generator=torch.Generator().manual_seed(seed)) for seed in (4, 5)]
     orders = torch.stack([torch.arange(32), torch.cat([inside[0], inside[1] + 16])])
@@ -205,8 +205,8 @@ def test_fp16_scales_the_loss_and_not_the_gradient(monkeypatch: pytest.MonkeyPat
     """In fp16 the gradient is the float32 one but for rounding; without a scale most of it would be lost."""
     exact = gradients_of(build(), pixels(1), IDENTITY, monkeypatch)
     step = build(autocast_dtype=torch.float16)
-    assert step.loss_scale is not None
-    step.loss_scale.scale.fill_(2.0**6)  # gradients of so small a model reach 60
+    assert step.grad_scaler is not None
+    step.grad_scaler.scale.fill_(2.0**6)  # gradients of so small a model reach 60
     found = gradients_of(step, pixels(1), IDENTITY, monkeypatch)
     error = sum((a - b).square().sum() for a, b in zip(found, exact, strict=True)).sqrt()
     assert error < 0.3 * sum(b.square().sum() for b in exact).sqrt()
@@ -214,16 +214,16 @@ def test_fp16_scales_the_loss_and_not_the_gradient(monkeypatch: pytest.MonkeyPat
 
 def test_an_overflow_of_fp16_halves_the_scale_and_nothing_else() -> None:
     step = build(autocast_dtype=torch.float16)
-    step.loss_scale.scale.fill_(2.0**60)
+    step.grad_scaler.scale.fill_(2.0**60)
     before = learnt(step)[: len(list(step.model.parameters()))]
     result = step(pixels(1), IDENTITY, 0.1)
     assert result.agreed[0] == GRADIENT_FAULT
-    assert step.loss_scale.scale == 2.0**59
+    assert step.grad_scaler.scale == 2.0**59
     assert all(torch.equal(a, b) for a, b in zip(learnt(step), before, strict=False))
     assert result.loss < 5  # as it is, not scaled
-    step.loss_scale.scale.fill_(2.0**10)
+    step.grad_scaler.scale.fill_(2.0**10)
     assert not step(pixels(1), IDENTITY, 0.1).failed
-    assert step.loss_scale.scale == 2.0**10
+    assert step.grad_scaler.scale == 2.0**10
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
@@ -235,7 +235,7 @@ def test_no_value_is_read_from_the_device(
     monkeypatch.setattr(torch, "autocast", lambda *arguments, **keywords: nullcontext())  # it knows no such device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *arguments: False)
     nowhere = torch.device("meta")
-    step, sums = build(autocast_dtype=dtype, accumulation_steps=accumulation_steps, device=nowhere), LossSums(nowhere)
+    step, sums = build(autocast_dtype=dtype, accumulation_steps=accumulation_steps, device=nowhere), MetricSums(nowhere)
     for _ in range(2):
         result = step(pixels(1).to(nowhere), IDENTITY.to(nowhere), 0.1, stop=True)
         sums.add(result)
@@ -278,7 +278,7 @@ def test_a_compiled_step_is_the_eager_one() -> None:
     eager, compiled = build(stages=1), build(stages=1)
     names = set(compiled.model.state_dict())
     config = Config(model=replace(Config().model, activation_memory_budget=0.9))
-    compile_model(compiled.model, config, torch.device("cpu"))
+    compile_networks(compiled.model, config, torch.device("cpu"))
     for seed in (1, 2):
         one, other = (step(pixels(seed), IDENTITY, 0.1) for step in (eager, compiled))
         torch.testing.assert_close(other.loss, one.loss, rtol=1e-4 if seed == 1 else 1e-2, atol=0)

@@ -17,8 +17,6 @@ from trainer.config.schema import Config
 from trainer.distributed.device import choose_device
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.models.batch_norm import BatchNormStatistics
-from trainer.models.networks import build_model
 from trainer.optimizer import build_optimizer, update
 from trainer.run.checkpoint import load_checkpoint, plain_names
 from trainer.run.checkpoint_files import checkpoint_path
@@ -46,8 +44,7 @@ def bench_checkpoint(config: Config, seconds: float, folder: Path | None = None)
     if folder is not None and not folder.is_dir():
         raise InputError(f"--folder {folder}: there is no such folder; make it first")
     device = choose_device(config, Ranks())
-    model = build_model(config, Ranks()).to(device)
-    BatchNormStatistics(model)
+    model = config.method_settings.build(config, Ranks(), device).networks
     optimizer = build_optimizer(model, config.optimizer, device)
     _fill_state(model, optimizer, device)
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench_checkpoint_") as name:

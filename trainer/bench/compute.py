@@ -50,7 +50,7 @@ def bench_compute(
     -> a dict for JSON, None on all ranks but the first:
     views_per_s (all ranks), step_ms: median and quartiles of windows; warm-up is left out.
     phases: milliseconds a step in each, on the host; on a GPU also of the device (`phases.device_ms`).
-    roofline: see `roofline.MEANING`. failed_steps: whose update was left out, which is then not in the time.
+    roofline: see `roofline.MEANING`. skipped_steps: whose update was left out, which is then not in the time.
     """
     ranks = find_ranks()
     device = choose_device(config, ranks)
@@ -81,7 +81,7 @@ class FixedSteps:
 
     def __call__(self) -> None:
         batch, self._steps = self._batches[self._steps % BATCHES], self._steps + 1
-        self._failed += self.run.step(batch, self.run.permutations(0), 0.0).failed
+        self._failed += self.run.step(batch, 0, 0.0).skipped
 
     def take_failed(self) -> int:
         """Steps that failed since the last call."""
@@ -97,10 +97,10 @@ def measure_compute(step: FixedSteps, seconds: float, trace: Path | None = None)
     step.take_failed()
     samples = step_times(step, seconds)
     result = {**step_figures(samples, run), **peak_memory(run.device)}
-    result["parameters"] = sum(p.numel() for p in run.model.parameters())
-    result["failed_steps"] = step.take_failed()
-    if result["failed_steps"] and run.ranks.is_first:
-        print(f"note: {result['failed_steps']} steps failed: their time is without the update", file=sys.stderr)
+    result["parameters"] = sum(p.numel() for p in run.step.method.networks.parameters())
+    result["skipped_steps"] = step.take_failed()
+    if result["skipped_steps"] and run.ranks.is_first:
+        print(f"note: {result['skipped_steps']} steps failed: their time is without the update", file=sys.stderr)
     events = profile_steps(step, PROFILED_STEPS, run.device, trace if run.ranks.is_first else None)
     result["phases"] = phase_figures(events, PROFILED_STEPS, run.device)
     return result
@@ -193,7 +193,7 @@ def sizes(config: Config, device: torch.device, ranks: Ranks) -> dict[str, Any]:
     return {
         "images_per_step": config.data.images_per_step,
         "num_views": config.views.num_views,
-        "side": config.views.side,
+        "side": config.views.size,
         "ranks": ranks.world_size,
         "backbone": config.model.backbone,
         "precision": str(dtype or torch.float32).removeprefix("torch."),
@@ -201,7 +201,7 @@ def sizes(config: Config, device: torch.device, ranks: Ranks) -> dict[str, Any]:
         "autotune": config.autotune,
         "activation_memory_budget": config.model.activation_memory_budget,
         "accumulation_steps": config.optimizer.accumulation_steps,
-        "slice_size": config.loss.slice_size,
+        "slice_size": config.wmse.slice_size,
         "embedding_size": config.model.embedding_size,
     }
 

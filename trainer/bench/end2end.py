@@ -1,7 +1,7 @@
 """How fast training is, and where a step's time goes: the real loop on a real set, watched from outside.
 
-The loop's own parts are replaced by ones that note the time and hand on: `run.step`, and what `run.loader` returns. A step
-lasts from the start of its call to that of the next one.
+The loop gets a step and a loader that note the time and hand on. A step lasts from the start of its call to that of the next
+one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.run.folder import start_logging
 from trainer.run.machine import provenance
 from trainer.run.signals import StopRequest
 from trainer.run.state import RunState
-from trainer.setup import Run, set_up
+from trainer.setup import Run, build_loader, set_up
 
 WARMUP_STEPS = 5  # the loader's read-ahead fills, and what is compiled is compiled
 PROFILED_STEPS = 5  # at least
@@ -39,7 +39,7 @@ COMPUTE_SHARE = 0.3  # of the time, half before and half after the loop, for the
 ENDLESS_EPOCHS = 1_000_000  # the time ends the run, not the set
 OVERHEAD = ("agree", "rest")  # of the loop, but for waiting for data
 
-Train = Callable[[Run, StopRequest, RunState], int]
+Train = Callable[..., int]  # `loop.train`, which only the command line imports
 
 
 def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path | None = None) -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path |
     views_per_s: median and quartiles of windows, profiler off, warm-up left out; compute: the step alone; share_of_compute.
     step: milliseconds and percent of a step in each part, from profiled steps (`host_parts`; on a GPU also `device_parts`), and
     loop_overhead_percent: all but waiting for data, forward, loss, backward and update, and with several
-    ranks but "agree", where they wait for the slowest. failed_steps: whose update was left out.
+    ranks but "agree", where they wait for the slowest. skipped_steps: whose update was left out.
     Raises InputError as setting up a run does.
     """
     ranks = find_ranks()
@@ -81,9 +81,9 @@ def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path |
 def _endless_run(config: Config, ranks: Ranks, device: torch.device, folder: Path) -> Run:
     """The run of `config` into `folder`, but that only the clock ends it, and that views have their last side from the start:
     the step alone is measured at one side."""
-    if config.views.early_sides and ranks.is_first:
-        print(f"note: views.early_sides are left out: measured at {config.views.side} px", file=sys.stderr)
-    views = replace(config.views, early_sides=(), early_side_epochs=())
+    if config.views.early_sizes and ranks.is_first:
+        print(f"note: views.early_sizes are left out: measured at {config.views.size} px", file=sys.stderr)
+    views = replace(config.views, early_sizes=(), early_size_epochs=())
     (folder / "checkpoints").mkdir()
     endless = replace(config.optimizer, epochs=ENDLESS_EPOCHS)
     return set_up(
@@ -111,7 +111,7 @@ def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict
         "steps": watch.measured,
         "compute": figures,
         "share_of_compute": rates["median"] / figures["views_per_s"],
-        "failed_steps": int(sum(watch.failed)),  # of all, the warm-up's too: their time is without the update
+        "skipped_steps": int(sum(watch.failed)),  # of all, the warm-up's too: their time is without the update
         "step": where_time_goes(watch, run.device, alone=run.ranks.world_size == 1),
         "cores_shared": run.device.type == "cpu",  # loader and model then take them from each other
     }
@@ -147,16 +147,11 @@ def watch_training(run: Run, seconds: float, train: Train) -> Watch:
     """Train for about `seconds` of measured steps, then some with the profiler on, then stop as by a signal."""
     # as many as there are between two logged lines, where time allows, so that one line is in them
     watch = Watch(seconds, StepProfiler(run.device), run.config.log.every_steps + 1, run.ranks.is_first)
-    stop, step, make_loader = StopRequest(), run.step, run.loader
-    parts: Any = run
-    parts.step = _WatchedStep(step, watch, stop)
-    parts.loader = lambda first_step: _WatchedLoader(make_loader(first_step), watch)
+    stop = StopRequest()
     state = RunState(run.run_dir, run.ranks)
     state.start(max_idle_restarts=1)
-    try:
-        train(run, stop, state)
-    finally:
-        parts.step, parts.loader = step, make_loader
+    watched: Any = replace(run, step=_WatchedStep(run.step, watch, stop))  # type: ignore[arg-type]
+    train(watched, stop, state, lambda run, first_step: _WatchedLoader(build_loader(run, first_step), watch))
     return watch
 
 
@@ -169,7 +164,7 @@ class _WatchedStep:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         note_start(self._watch, self._stop, time.perf_counter())
         result = self._step(*arguments, **keywords)
-        self._watch.failed.append(result.failed)
+        self._watch.failed.append(result.skipped)
         return result
 
     def __getattr__(self, name: str) -> Any:

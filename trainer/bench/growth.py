@@ -21,7 +21,7 @@ from trainer.bench.timing import Window, spread, timed
 from trainer.config.loading import save_config
 from trainer.config.schema import Config
 from trainer.distributed.device import choose_device
-from trainer.distributed.geometry import rows_together
+from trainer.distributed.geometry import indivisible_images
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.run.machine import provenance
@@ -86,7 +86,7 @@ def _views(config: Config) -> list[Step]:
 
 
 def _batches(config: Config) -> list[Step]:
-    sizes_of = [times * rows_together(config) for times in BATCHES]
+    sizes_of = [times * indivisible_images(config) for times in BATCHES]
     return [
         Step("images_per_rank", images, replace(config, data=replace(config.data, images_per_step=images)))
         for images in sizes_of
@@ -95,7 +95,7 @@ def _batches(config: Config) -> list[Step]:
 
 def _embeddings(config: Config) -> list[Step]:
     """Sizes whose slices of 2k rows divide the images."""
-    images, block = config.data.images_per_step, config.loss.permutation_block
+    images, block = config.data.images_per_step, config.wmse.permutation_block
     fitting = [k for k in EMBEDDINGS if images % (2 * k) == 0 and block % (2 * k) == 0]
     return [Step("embedding_size", k, _with_embedding(config, k)) for k in fitting]
 
@@ -104,8 +104,8 @@ _PLANS = {"num_views": _views, "images_per_rank": _batches, "embedding_size": _e
 
 
 def _with_embedding(config: Config, size: int) -> Config:
-    model, loss = replace(config.model, embedding_size=size), replace(config.loss, slice_size=2 * size)
-    return replace(config, model=model, loss=loss)
+    model, loss = replace(config.model, embedding_size=size), replace(config.wmse, slice_size=2 * size)
+    return replace(config, model=model, wmse=loss)
 
 
 def _in_turns(steps: Sequence[Step], device: torch.device, seconds: float) -> list[Point]:
@@ -134,13 +134,13 @@ def _in_turns(steps: Sequence[Step], device: torch.device, seconds: float) -> li
 
 
 def _encoder_alone(run: Any) -> Callable[[], None]:
-    pixels = synthetic_views(run)[: run.planner.rows.count]
+    pixels = synthetic_views(run)[: run.planner.images.count]
 
     def forward_backward() -> None:
         with torch.autocast(run.device.type, run.step.autocast_dtype, enabled=run.step.autocast_dtype is not None):
-            embeddings = run.model(pixels)
+            embeddings = run.step.method.networks(pixels)
         embeddings.backward(torch.ones_like(embeddings))
-        run.optimizer.zero_grad(set_to_none=True)
+        run.step.optimizer.zero_grad(set_to_none=True)
 
     return forward_backward
 

@@ -40,7 +40,7 @@ def bench_loader(config: Config, seconds: float) -> dict[str, Any]:
         "warm_up_steps": WARMUP_STEPS,
         "images_per_step": config.data.images_per_step,
         "num_views": config.views.num_views,
-        "side": config.views.side,
+        "side": config.views.size,
         "interpolation": config.views.interpolation,
         **settings_used(config, device),
         **provenance(device),

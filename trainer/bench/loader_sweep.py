@@ -60,7 +60,7 @@ def bench_loader_sweep(config: Config, seconds: float) -> dict[str, Any]:
         "clearly_better": best["figures"]["quartile_1"] > results[0]["figures"]["quartile_3"],
         "images_per_step": config.data.images_per_step,
         "num_views": config.views.num_views,
-        "side": config.views.side,
+        "side": config.views.size,
         "interpolation": config.views.interpolation,
         "warm_up_steps": WARMUP_STEPS,
         **provenance(device),

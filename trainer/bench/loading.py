@@ -15,12 +15,12 @@ from trainer.config.schema import Config
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.index import Index, open_images
 from trainer.data.loader import Batch, ViewLoader, train_requests
-from trainer.data.plan import Planner, Rows
+from trainer.data.plan import Planner
 from trainer.data.tar_shards import list_shards
 from trainer.distributed.cores import own_cores
 from trainer.distributed.device import choose_device
-from trainer.distributed.ranks import Ranks
-from trainer.tools.run_plan import check_set_size
+from trainer.distributed.geometry import check_set_size
+from trainer.distributed.ranks import ImageRange, Ranks
 
 WARMUP_STEPS = 3
 Loaders = dict[str, Callable[[], Iterator[Any]]]  # name -> a function that starts it
@@ -64,7 +64,7 @@ def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | N
     check_set_size(config, len(index))
     images = config.data.images_per_step
     planner = Planner(
-        config.views, seed=config.seed, num_images=len(index), images_per_step=images, rows=Rows(0, images)
+        config.views, seed=config.seed, num_images=len(index), images_per_step=images, images=ImageRange(0, images)
     )
     return iter(
         ViewLoader(

@@ -88,7 +88,7 @@ def _implementations(shape: LossShape, v: Tensor, permutations: Tensor, backends
     variants = [(name, name, False) for name in backends]
     if "torch" in backends:
         variants.append((FLOAT64, "torch", True))
-    for name, backend, float64_factor in variants:
+    for name, backend, cholesky_float64 in variants:
         forwards[name] = functools.partial(
             wmse_loss,
             v,
@@ -97,7 +97,7 @@ def _implementations(shape: LossShape, v: Tensor, permutations: Tensor, backends
             iterations=shape.iterations,
             permutations=permutations,
             backend=backend,
-            float64_factor=float64_factor,
+            cholesky_float64=cholesky_float64,
         )
     return forwards
 

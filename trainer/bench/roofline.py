@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.bench.floor import measure_ceilings
 from trainer.bench.timing import Window, take_turns, timed
 from trainer.bench.traffic import Traffic
 from trainer.config.schema import Config
-from trainer.models.networks import Model
+from trainer.distributed.ranks import Ranks
+from trainer.models.networks import build_encoder_projector
 
 MATMUL_SIZES = {"cpu": (256, 1024, 2048), "cuda": (2048, 4096, 8192)}  # square; the best of them is the ceiling
 SLOW_PRODUCT = 20  # a larger product takes up to 64 times as long as the one before
@@ -77,17 +79,17 @@ def count_model_cost(config: Config, device: torch.device, dtype: torch.dtype | 
     Two batches tell apart what grows with the views from what does not.
     """
     local = replace(config.model, batch_norm_ranks="local", activation_checkpointing=False)
-    model = Model(local, config.views).to(device)
+    model = build_encoder_projector(replace(config, model=local), Ranks()).to(device)
     per_view = "per_view" in (config.model.encoder_batch_norm, config.model.projector_batch_norm)
     unit = config.views.num_views if per_view else 1
     few, more = 2 * unit, 3 * unit  # two rows are the least that BatchNorm takes
-    flop_few, bytes_few = _count(model, few, config.views.side, device, dtype)
-    flop_more, bytes_more = _count(model, more, config.views.side, device, dtype)
+    flop_few, bytes_few = _count(model, few, config.views.size, device, dtype)
+    flop_more, bytes_more = _count(model, more, config.views.size, device, dtype)
     per_view_bytes = (bytes_more - bytes_few) / unit
     return ModelCost((flop_more - flop_few) / unit, per_view_bytes, bytes_few - few * per_view_bytes)
 
 
-def _count(model: Model, rows: int, side: int, device: torch.device, dtype: torch.dtype | None) -> tuple[int, int]:
+def _count(model: nn.Module, rows: int, side: int, device: torch.device, dtype: torch.dtype | None) -> tuple[int, int]:
     """-> operations, bytes of one forward and backward of `rows` views."""
     pixels = torch.zeros(rows, 3, side, side, dtype=torch.uint8, device=device).to(memory_format=torch.channels_last)
     cast = torch.autocast(device.type, dtype) if dtype is not None else contextlib.nullcontext()

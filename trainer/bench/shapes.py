@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.config.schema import Config
-from trainer.distributed.geometry import micro_batches, own_rows, rows_together, slice_group_size
+from trainer.distributed.geometry import images_of_rank, indivisible_images, loss_group_size, micro_batches
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 
@@ -41,16 +41,16 @@ RECIPE_SHAPES = (  # of the experiments in configs/, each on one rank
 def shape_of_config(config: Config, num_ranks: int) -> LossShape:
     """What one of `num_ranks` ranks whitens in a step of the experiment: its own images (with accumulation those of a part), or
     those of its slice group where neighbours whiten theirs together. InputError for ranks that cannot share the step."""
-    together = rows_together(config)
-    images_per_rank = own_rows(Ranks(0, num_ranks), config.data.images_per_step, together).count
+    together = indivisible_images(config)
+    images_per_rank = images_of_rank(Ranks(0, num_ranks), config.data.images_per_step, together).count
     return LossShape(
         num_views=config.views.num_views,
         num_images=images_per_rank
         // micro_batches(config, images_per_rank)
-        * slice_group_size(images_per_rank, num_ranks, together),
-        slice_size=config.loss.slice_size,
+        * loss_group_size(images_per_rank, num_ranks, together),
+        slice_size=config.wmse.slice_size,
         embedding_size=config.model.embedding_size,
-        iterations=config.loss.iterations,
+        iterations=config.wmse.iterations,
     )
 
 
@@ -59,7 +59,7 @@ def not_measured(config: Config) -> list[str]:
     loop = {"normalize": True, "eps": 0.0}
     return [
         f"loss.{name} is {value}, measured with {loop[name]}"
-        for name, value in dataclasses.asdict(config.loss).items()
+        for name, value in dataclasses.asdict(config.wmse).items()
         if name in loop and value != loop[name]
     ]
 

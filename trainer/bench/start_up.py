@@ -19,7 +19,7 @@ import trainer.setup  # noqa: F401 (a rank's imports: torch, timm, DALI)
 from trainer.config.schema import ViewsConfig
 from trainer.data.index import open_index
 from trainer.data.plan import Planner
-from trainer.distributed.geometry import own_rows
+from trainer.distributed.geometry import images_of_rank
 from trainer.distributed.ranks import Ranks
 
 
@@ -37,8 +37,8 @@ def start_up(root: Path, split: str, images_per_step: int, began: float) -> dict
     imported, before = time.time(), memory()
     index = open_index(root, split)
     opened = time.time()
-    rows = own_rows(Ranks(), images_per_step)
-    planner = Planner(ViewsConfig(), seed=0, num_images=len(index), images_per_step=images_per_step, rows=rows)
+    rows = images_of_rank(Ranks(), images_per_step)
+    planner = Planner(ViewsConfig(), seed=0, num_images=len(index), images_per_step=images_per_step, images=rows)
     planner.plan(0)
     planned, after = time.time(), memory()
     return {

@@ -66,12 +66,12 @@ def synthetic_run(config: Config, ranks: Ranks, device: torch.device, folder: Pa
 
 def synthetic_views(run: Run, seed: int = 0) -> Tensor:
     """One batch of this rank, (d*N, 3, S, S) uint8, channels_last, on the device: smooth random pictures, all different."""
-    views, side = run.config.views, run.config.views.side
-    rows = views.num_views * run.planner.rows.count
+    views, size = run.config.views, run.config.views.size
+    rows = views.num_views * run.planner.images.count
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(rows, 3, _COARSE, _COARSE, generator=generator).to(run.device)
-    out = torch.empty(rows, 3, side, side, dtype=torch.uint8, device=run.device, memory_format=torch.channels_last)
+    out = torch.empty(rows, 3, size, size, dtype=torch.uint8, device=run.device, memory_format=torch.channels_last)
     for first in range(0, rows, 64):  # in pieces: float32 pictures of a whole step would be the peak of memory
         part = slice(first, first + 64)
-        out[part] = 255 * F.interpolate(coarse[part], size=side, mode="bilinear", align_corners=True)
+        out[part] = 255 * F.interpolate(coarse[part], size=size, mode="bilinear", align_corners=True)
     return out

@@ -15,7 +15,7 @@ from trainer.config.changes import changed_settings, plain_settings, refuse_chan
 from trainer.config.loading import KEYS, load_config
 from trainer.config.schema import Config
 from trainer.data.index import open_images
-from trainer.distributed.geometry import batch_norm_images, micro_batches, rows_together, usable_ranks
+from trainer.distributed.geometry import batch_norm_images, indivisible_images, micro_batches, usable_ranks
 from trainer.errors import InputError
 from trainer.run.checkpoint_files import newest_step
 from trainer.run.folder import check_run_dir_is_set
@@ -91,7 +91,7 @@ def fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) ->
     if config.optimizer.images_per_micro_batch == 0:
         per_rank = config.data.images_per_step // usable_ranks(config, most * ranks_per_node)
         # on many nodes a rank may hold a part of a slice; a micro-batch, which fewer nodes need, holds whole slices
-        largest = max(per_rank // micro_batches(config, per_rank), rows_together(config))
+        largest = max(per_rank // micro_batches(config, per_rank), indivisible_images(config))
         optimizer = replace(config.optimizer, images_per_micro_batch=largest, accumulation_steps=1)
         config = replace(config, optimizer=optimizer)
     return config

@@ -6,17 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import Config, flatten
+from trainer.config.setting import all_settings, shapes_result
 from trainer.errors import InputError
-
-# settings, or beginnings of their names, that may change between restarts without changing what is learnt
-_FREE = (
-    "run_dir", "max_steps", "init_from", "allow_changes", "device", "timeout_minutes", "stop_timeout_seconds",
-    "max_idle_restarts", "allow_idle_ranks", "compile", "autotune", "cuda_graphs", "model.activation_memory_budget",
-    "data.root", "data.expected_images", "data.probe_split", "data.test_split", "data.threads", "data.read_ahead_steps",
-    "data.prefetch_batches", "data.decode_cache_gib", "data.hw_decoder_load", "data.decoder_hint", "data.max_bad_share",
-    "data.max_classes", "views.test_resize", "model.activation_checkpointing", "loss.max_failed_steps", "loss.backend",
-    "optimizer.backend", "checkpoint.", "log.", "evaluate.",
-)  # fmt: skip
 
 
 def plain_settings(config: Config) -> dict[str, Any]:
@@ -30,10 +21,11 @@ def changed_settings(config: Config, then: dict[str, Any]) -> list[str]:
     then: as `plain_settings` gives them; a setting that is missing there is newer, and had its default.
     """
     before = plain_settings(Config()) | then
+    shaping = {key for key, declared, _ in all_settings(config) if shapes_result(declared)}
     return [
         f"{key}: {before[key]} -> {value}"
         for key, value in plain_settings(config).items()
-        if value != before[key] and not key.startswith(_FREE)
+        if value != before[key] and key in shaping
     ]
 
 

@@ -4,85 +4,25 @@ from __future__ import annotations
 
 import math
 
-from trainer.config.schema import Config, OptimizerConfig, ViewsConfig, flatten
+from trainer.config.names import closest
+from trainer.config.schema import METHODS, Config, OptimizerConfig, ViewsConfig, flatten
+from trainer.config.setting import all_settings, allowed_range
 
-MOST_SIDES = 8  # of torch.compile: more shapes of one function it refuses
-LEAST_FAILED_STEPS_FP16 = 16  # a scale of 2^16 halved so often is 1
-
-# key: (least, most), both allowed; None: no limit
-_RANGES: dict[str, tuple[float | None, float | None]] = {
-    "seed": (0, 2**63 - 1),
-    "max_steps": (0, None),
-    "timeout_minutes": (0.01, None),
-    "stop_timeout_seconds": (0.1, None),
-    "max_idle_restarts": (1, None),
-    "data.images_per_step": (1, None),
-    "data.threads": (0, 1024),
-    "data.expected_images": (0, None),
-    "data.read_ahead_steps": (1, None),
-    "data.prefetch_batches": (1, 16),
-    "data.decode_cache_gib": (0, None),
-    "data.hw_decoder_load": (0, 1),
-    "data.decoder_hint": (0, None),
-    "data.max_image_pixels": (1, 178_956_970),
-    "data.max_classes": (1, 10_000_000),
-    "data.max_bad_share": (0, 1),
-    "views.num_views": (2, None),
-    "views.side": (8, None),
-    "views.early_sides": (8, None),
-    "views.early_side_epochs": (1, None),
-    "views.flip_probability": (0, 1),
-    "views.color_probability": (0, 1),
-    "views.brightness": (0, None),
-    "views.contrast": (0, None),
-    "views.saturation": (0, None),
-    "views.hue": (0, 0.5),
-    "views.gray_probability": (0, 1),
-    "views.blur_probability": (0, 1),
-    "views.blur_window": (1, None),
-    "model.embedding_size": (1, None),
-    "model.projector_hidden": (1, None),
-    "model.activation_memory_budget": (0, 1),
-    "loss.slice_size": (2, None),
-    "loss.iterations": (1, None),
-    "loss.permutation_block": (1, None),
-    "loss.eps": (0, 0.99),
-    "loss.max_failed_steps": (0, None),
-    "optimizer.accumulation_steps": (1, None),
-    "optimizer.images_per_micro_batch": (0, None),
-    "optimizer.learning_rate": (0, None),
-    "optimizer.weight_decay": (0, None),
-    "optimizer.momentum": (0, 1),
-    "optimizer.trust_coefficient": (0, None),
-    "optimizer.epochs": (1, None),
-    "optimizer.warmup_epochs": (0, None),
-    "optimizer.warmup_steps": (0, None),
-    "optimizer.drop_factor": (0, 1),
-    "checkpoint.every_steps": (0, None),
-    "checkpoint.every_minutes": (0, None),
-    "checkpoint.keep_last": (1, None),
-    "checkpoint.keep_every_steps": (0, None),
-    "checkpoint.keep_every_epochs": (0, None),
-    "checkpoint.keep_every_epochs_after_drop": (0, None),
-    "log.every_steps": (1, None),
-    "log.stall_seconds": (0.1, None),
-    "evaluate.images_per_batch": (1, None),
-    "evaluate.probe_epochs": (1, None),
-    "evaluate.probe_batch_size": (1, None),
-    "evaluate.probe_rate_start": (1e-12, None),
-    "evaluate.probe_rate_end": (1e-12, None),
-    "evaluate.probe_weight_decay": (0, None),
-    "evaluate.knn_k": (1, None),
-}
+MOST_SIZES = 8  # of torch.compile: more shapes of one function it refuses
+LEAST_SKIPPED_STEPS_FP16 = 16  # a scale of 2^16 halved so often is 1
 
 
 def check(config: Config) -> list[str]:
     """Every problem that the config alone shows; an empty list where there is none."""
+    if config.method not in METHODS:
+        near = closest(config.method, METHODS) or f": choose one of {', '.join(METHODS)}"
+        return [f"method is {config.method!r}, which does not exist{near}"]
     return [
         *_ranges(config),
         *_views(config.views),
-        *_slices(config),
-        *_accumulation(config),
+        *config.method_settings.problems(config),
+        *_other_methods(config),
+        *_micro_batches(config),
         *_early_sides(config),
         *_precision(config),
         *_optimizer(config.optimizer),
@@ -91,8 +31,8 @@ def check(config: Config) -> list[str]:
 
 def _ranges(config: Config) -> list[str]:
     problems = []
-    for key, value in flatten(config).items():
-        least, most = _RANGES.get(key, (None, None))
+    for key, declared, value in all_settings(config):
+        least, most = allowed_range(declared)
         numbers = [n for n in (value if isinstance(value, tuple) else (value,)) if isinstance(n, (int, float))]
         if not all(map(math.isfinite, numbers)):
             problems.append(f"{key} is {value}: give a finite number")
@@ -101,6 +41,16 @@ def _ranges(config: Config) -> list[str]:
         if most is not None and any(n > most for n in numbers):
             problems.append(f"{key} is {value}: it must be at most {most:.12g}")
     return problems
+
+
+def _other_methods(config: Config) -> list[str]:
+    """Refuse settings of methods that are not used: they would have no effect."""
+    default = flatten(Config())
+    return [
+        f"{key} is {value}, but method is {config.method}: remove it, or set method to {key.partition('.')[0]}"
+        for key, value in flatten(config).items()
+        if key.partition(".")[0] in METHODS and not key.startswith(f"{config.method}.") and value != default[key]
+    ]
 
 
 def _views(v: ViewsConfig) -> list[str]:
@@ -113,60 +63,38 @@ def _views(v: ViewsConfig) -> list[str]:
         problems.append(f"views.crop_area is {list(v.crop_area)}: a crop is at most 1, the whole image")
     if v.blur_window % 2 == 0:
         problems.append(f"views.blur_window is {v.blur_window}: the number of taps is odd, take {v.blur_window + 1}")
-    if v.test_resize < v.side:
-        problems.append(f"views.test_resize is {v.test_resize}: set it to views.side ({v.side}) or more")
-    if len(v.early_sides) != len(v.early_side_epochs) or list(v.early_side_epochs) != sorted(set(v.early_side_epochs)):
+    if v.eval_resize < v.size:
+        problems.append(f"views.eval_resize is {v.eval_resize}: set it to views.size ({v.size}) or more")
+    if len(v.early_sizes) != len(v.early_size_epochs) or list(v.early_size_epochs) != sorted(set(v.early_size_epochs)):
         problems.append(
-            f"views.early_sides is {list(v.early_sides)} with early_side_epochs {list(v.early_side_epochs)}: give as many "
-            "epochs as sides, rising"
+            f"views.early_sizes is {list(v.early_sizes)} with early_size_epochs {list(v.early_size_epochs)}: give as many "
+            "epochs as sizes, rising"
         )
     if min(v.std) <= 0:
         problems.append(f"views.std is {list(v.std)}: every channel's must be above 0")
     return problems
 
 
-def _slices(config: Config) -> list[str]:
-    """What whitening needs: slices taller than the embedding is wide, and images that divide into slices."""
-    images, size, k = config.data.images_per_step, config.loss.slice_size, config.model.embedding_size
-    block = config.loss.permutation_block
-    problems = []
-    if size <= k:
-        problems.append(
-            f"loss.slice_size is {size} with model.embedding_size {k}: a slice needs more rows than columns, else its "
-            f"covariance is singular; the paper takes {2 * k}"
-        )
-    if images % size:
-        fits = {max(images // size, 1) * size, -(-images // size) * size}
-        problems.append(
-            f"data.images_per_step is {images}, not a multiple of loss.slice_size {size}: "
-            f"take {' or '.join(map(str, sorted(fits)))}"
-        )
-    if config.loss.iterations > 1 and (block % size or images % block):
-        problems.append(
-            f"loss.permutation_block is {block}: with loss.iterations {config.loss.iterations} it must be a multiple "
-            f"of loss.slice_size {size} and divide data.images_per_step {images}; take {images}"
-        )
-    return problems
-
-
-def _accumulation(config: Config) -> list[str]:
-    """Parts hold whole slices of the images of one rank; how many ranks there are only the start knows."""
-    parts, images = config.optimizer.accumulation_steps, config.data.images_per_step
-    problems = []
-    problems += [
+def _micro_batches(config: Config) -> list[str]:
+    """Check what does not depend on the number of ranks, which only the start knows."""
+    count = config.optimizer.accumulation_steps
+    images = config.data.images_per_step
+    unit = config.method_settings.indivisible_images(config)
+    problems = [
         f"{name} is true with compile false: set compile to auto or true, since it is an option of it"
         for name in ("cuda_graphs", "autotune")
         if getattr(config, name) and config.compile == "false"
     ]
-    if parts > 1 and config.optimizer.images_per_micro_batch:
+    if count > 1 and config.optimizer.images_per_micro_batch:
         problems.append(
-            f"optimizer.accumulation_steps is {parts} and optimizer.images_per_micro_batch "
+            f"optimizer.accumulation_steps is {count} and optimizer.images_per_micro_batch "
             f"{config.optimizer.images_per_micro_batch}: give one"
         )
-    if parts > 1 and images % (parts * config.loss.slice_size):
+    if count > 1 and images % (count * unit):
         problems.append(
-            f"optimizer.accumulation_steps is {parts}: data.images_per_step {images} does not divide into so many parts of "
-            f"whole slices of {config.loss.slice_size}; take {divisors(images // config.loss.slice_size)}"
+            f"optimizer.accumulation_steps is {count}: data.images_per_step {images} does not divide into so many "
+            f"micro-batches of multiples of {unit} images, which {config.method} needs together; take "
+            f"{divisors(images // unit)}"
         )
     return problems
 
@@ -178,22 +106,22 @@ def divisors(number: int) -> str:
 
 
 def _early_sides(config: Config) -> list[str]:
-    sides, ends, epochs = config.views.early_sides, config.views.early_side_epochs, config.optimizer.epochs
+    sizes, ends, epochs = config.views.early_sizes, config.views.early_size_epochs, config.optimizer.epochs
     problems = []
     if ends and ends[-1] >= epochs:
-        problems.append(f"views.early_side_epochs is {list(ends)}: the last must be below optimizer.epochs {epochs}")
-    if any(side >= config.views.side for side in sides):
-        problems.append(f"views.early_sides is {list(sides)}: each must be below views.side {config.views.side}")
-    if len(sides) >= MOST_SIDES:
-        problems.append(f"views.early_sides has {len(sides)} sides: {MOST_SIDES - 1} at most (each is compiled anew)")
+        problems.append(f"views.early_size_epochs is {list(ends)}: the last must be below optimizer.epochs {epochs}")
+    if any(size >= config.views.size for size in sizes):
+        problems.append(f"views.early_sizes is {list(sizes)}: each must be below views.size {config.views.size}")
+    if len(sizes) >= MOST_SIZES:
+        problems.append(f"views.early_sizes has {len(sizes)} sizes: {MOST_SIZES - 1} at most (each is compiled anew)")
     return problems
 
 
 def _precision(config: Config) -> list[str]:
-    if config.precision == "fp16" and config.loss.max_failed_steps < LEAST_FAILED_STEPS_FP16:
+    if config.precision == "fp16" and config.max_skipped_steps < LEAST_SKIPPED_STEPS_FP16:
         return [
-            f"loss.max_failed_steps is {config.loss.max_failed_steps} with precision fp16, whose first steps overflow until "
-            f"the loss scale fits: set it to {LEAST_FAILED_STEPS_FP16} or more"
+            f"max_skipped_steps is {config.max_skipped_steps} with precision fp16, whose first steps overflow until "
+            f"the loss scale fits: set it to {LEAST_SKIPPED_STEPS_FP16} or more"
         ]
     return []
 

@@ -24,6 +24,7 @@ from trainer.errors import InputError
 from trainer.files import shipped_folder, write_text
 
 COMMAND_LINE, DEFAULT = "command line", "default"
+ALIASES = {"loss.slice_size": "wmse.slice_size"}  # a name of an earlier version, and the setting that it means now
 PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ is the home folder
 
 
@@ -131,17 +132,17 @@ def _file_words(path: Path, problems: list[str]) -> list[_Word]:
 def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        is_section = any(known.startswith(f"{name}.") for known in KEYS)
+        is_section = any(known.startswith(f"{name}.") for known in (*KEYS, *ALIASES))
         if is_section and isinstance(value, dict):
             yield from _words_of(value, f"{name}.", problems)
         elif is_section and value is not None:
             problems.append(f"{name} is a section, not a setting: give {name}.KEY, not {value!r}")
-        elif name not in KEYS:
+        elif ALIASES.get(name, name) not in KEYS:
             problems.append(unknown_setting(name))
         elif value is None:
             problems.append(f"{name} has no value")
         else:
-            yield name, _as_text(value)
+            yield ALIASES.get(name, name), _as_text(value)
 
 
 def _as_text(value: Any) -> str:
@@ -159,7 +160,7 @@ def _override_words(words: Iterable[str], problems: list[str]) -> Iterator[_Word
                 f"{COMMAND_LINE}: {word!r} does not belong to a setting: give settings as --section.key value"
             )
             continue
-        name = name[2:]
+        name = ALIASES.get(name[2:], name[2:])
         if not equals:
             if not rest or rest[0].startswith("--"):
                 problem = f"--{name} has no value" if name in KEYS else unknown_setting(name)

@@ -70,12 +70,12 @@ def view_arrays(
 
 def eval_arrays(recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]) -> list[NDArray]:
     """The graph's inputs for evaluation, roi start and end (N, 2): as if the shorter edge were resized to
-    `recipe.test_resize` and the centre cut out, in one resize (sizes and offsets rounded as torchvision does)."""
+    `recipe.eval_resize` and the centre cut out, in one resize (sizes and offsets rounded as torchvision does)."""
     size = np.stack([heights, widths], axis=-1).astype(np.int64)
-    resized = size * recipe.test_resize // size.min(axis=-1, keepdims=True)
-    corner = np.rint((resized - recipe.side) / 2)
+    resized = size * recipe.eval_resize // size.min(axis=-1, keepdims=True)
+    corner = np.rint((resized - recipe.size) / 2)
     scale = size / resized
-    return [(corner * scale).astype(np.float32), ((corner + recipe.side) * scale).astype(np.float32)]
+    return [(corner * scale).astype(np.float32), ((corner + recipe.size) * scale).astype(np.float32)]
 
 
 def eval_recipe(recipe: ViewsConfig) -> ViewsConfig:
@@ -117,7 +117,7 @@ def view_pipeline(
             start, end, *rest = arrays[view * inputs_per_view : (view + 1) * inputs_per_view]
             v = fn.resize(
                 image,
-                size=(recipe.side, recipe.side),
+                size=(recipe.size, recipe.size),
                 roi_start=start,
                 roi_end=end,
                 antialias=True,

@@ -75,29 +75,29 @@ def largest_sides(index: Index, max_pixels: int, batch_size: int) -> tuple[int, 
     """Largest width and height of the images that may be read, for `Placement.decoder_hint`.
 
     nvJPEG is given both, and the size of a batch. Its manual does not say whether it reserves memory for each image of the
-    batch: for 256 images of 6000 x 6000 that would be 28 GB. So no side is longer than that of squares which take
+    batch: for 256 images of 6000 x 6000 that would be 28 GB. So no size is longer than that of squares which take
     RESERVED_BYTES a batch; for a larger image nvJPEG allocates once more, from DALI's pool.
     """
     heights, widths = np.asarray(index.heights, np.int64), np.asarray(index.widths, np.int64)
     usable = heights * widths <= max_pixels
     longest = math.isqrt(RESERVED_BYTES // (3 * batch_size))
-    width, height = (int(sides[usable].max(initial=1)) for sides in (widths, heights))
+    width, height = (int(sizes[usable].max(initial=1)) for sizes in (widths, heights))
     return min(width, longest), min(height, longest)
 
 
-def side_at(sides: Sequence[tuple[int, int]], step: int) -> int:
-    """The views' side in a step. sides: (first step, side), the first from step 0 on."""
-    return next(side for first, side in reversed(sides) if step >= first)
+def size_at(sizes: Sequence[tuple[int, int]], step: int) -> int:
+    """The views' size in a step. sizes: (first step, size), the first from step 0 on."""
+    return next(size for first, size in reversed(sizes) if step >= first)
 
 
-def train_requests(planner: Planner, sides: Sequence[tuple[int, int]] = ()) -> Callable[[int], Request]:
-    """The requests of a training run: the plan of each step. sides: as for `ViewLoader`; a smaller view is the same view
+def train_requests(planner: Planner, sizes: Sequence[tuple[int, int]] = ()) -> Callable[[int], Request]:
+    """The requests of a training run: the plan of each step. sizes: as for `ViewLoader`; a smaller view is the same view
     drawn smaller, its blur, too."""
 
     def request(step: int) -> Request:
         plan = planner.plan(step)
-        if sides:
-            plan = plan._replace(blur_sigma=plan.blur_sigma * (side_at(sides, step) / planner.recipe.side))
+        if sizes:
+            plan = plan._replace(blur_sigma=plan.blur_sigma * (size_at(sizes, step) / planner.recipe.size))
         return Request(plan.image_ids, lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths))
 
     return request
@@ -117,7 +117,7 @@ class ViewLoader:
     """Iterates over the batches of steps first_step <= step < end_step, in order; one iteration at a time.
 
     Threads and pipeline live as long as the iteration. An error of a reader is raised when its step's turn comes.
-    sides: (first step, side of the views from there on), the first from step 0; none: always the recipe's. A new side is a new
+    sizes: (first step, size of the views from there on), the first from step 0; none: always the recipe's. A new size is a new
     pipeline, whose first batch nothing was read ahead for.
     cache: keeps the images decoded; None: every batch is decoded.
     quarantine: RUN_DIR/quarantine.jsonl, whose entries before first_step are known from the start and to which `rank`
@@ -135,16 +135,16 @@ class ViewLoader:
         device: torch.device,
         first_step: int,
         end_step: int,
-        sides: Sequence[tuple[int, int]] = (),
+        sizes: Sequence[tuple[int, int]] = (),
         cache: DecodeCache | None = None,
         quarantine: Path | None = None,
         rank: int = 0,
     ) -> None:
-        self._sides, self._cache = tuple(sides) or ((0, recipe.side),), cache
+        self._sizes, self._cache = tuple(sizes) or ((0, recipe.size),), cache
         self.index, self.recipe, self.requests = index, recipe, requests
         self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
         known = read_quarantine(quarantine, first_step) if quarantine else {}
-        self.bad = BadImages(index, config.max_bad_share, known, quarantine, rank)
+        self.bad = BadImages(index, config.max_skipped_share, known, quarantine, rank)
         self._reader = ImageReader(index, config.max_image_pixels)
         on_gpu, hint = device.type == "cuda", config.decoder_hint
         if on_gpu and not all(hint):
@@ -186,13 +186,13 @@ class ViewLoader:
         return self._reader.waiting_for()
 
     def _start(self, step: int) -> None:
-        """From a step on, as far as the views keep their side."""
+        """From a step on, as far as the views keep their size."""
         self._let_go(0)
-        side = side_at(self._sides, step)
-        self._stop_step = min([self.end_step, *(first for first, _ in self._sides if first > step)])
-        recipe = replace(self.recipe, side=side)
+        size = size_at(self._sizes, step)
+        self._stop_step = min([self.end_step, *(first for first, _ in self._sizes if first > step)])
+        recipe = replace(self.recipe, size=size)
         # one is enough: on a GPU a batch is copied in the order of the stream that works on the one before
-        shape = (recipe.num_views * self.batch_size, side, side, 3)
+        shape = (recipe.num_views * self.batch_size, size, size, 3)
         self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()

@@ -9,13 +9,13 @@ Shapes: N images of this rank in the step, d views of each, I slicing iterations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.schema import ViewsConfig
+from trainer.distributed.ranks import ImageRange
 
 PLAN_VERSION = 1  # stored in checkpoints; changes whenever the same seed would give other choices
 
@@ -41,19 +41,13 @@ class Plan(NamedTuple):
     blur_sigma: NDArray[np.float64]  # (N, d) pixels; 0: none
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Consecutive rows of a step's images that a rank holds."""
-
-    first: int
-    count: int
-
-
 class Planner:
     """Draws the plan of any step. Keeps the epoch's order, nothing else: a step's plan depends on no other step's."""
 
-    def __init__(self, recipe: ViewsConfig, *, seed: int, num_images: int, images_per_step: int, rows: Rows) -> None:
-        self.recipe, self.seed, self.rows = recipe, seed, rows
+    def __init__(
+        self, recipe: ViewsConfig, *, seed: int, num_images: int, images_per_step: int, images: ImageRange
+    ) -> None:
+        self.recipe, self.seed, self.images = recipe, seed, images
         self.num_images, self.images_per_step = num_images, images_per_step
         self.steps_per_epoch = num_images // images_per_step
         self._order_of: tuple[int, NDArray[np.int64]] | None = None
@@ -61,9 +55,9 @@ class Planner:
     def plan(self, step: int) -> Plan:
         """The choices of this rank's rows in `step` (counted from 0 over the whole run)."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        first = step_of_epoch * self.images_per_step + self.rows.first
-        ids = self._order(epoch)[first : first + self.rows.count]
-        return Plan(step, epoch, ids, *draw_views(self.recipe, self.seed, step, self.rows))
+        first = step_of_epoch * self.images_per_step + self.images.first
+        ids = self._order(epoch)[first : first + self.images.count]
+        return Plan(step, epoch, ids, *draw_views(self.recipe, self.seed, step, self.images))
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if self._order_of is None or self._order_of[0] != epoch:
@@ -90,7 +84,7 @@ def slice_permutations(seed: int, step: int, num_images: int, iterations: int, b
     return np.concatenate([identity, inside.reshape(iterations - 1, num_images)])
 
 
-def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: Rows) -> tuple[NDArray, ...]:
+def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: ImageRange) -> tuple[NDArray, ...]:
     """The fields of `Plan` from crop_tries on, for `rows` of the step's images."""
     r, d = recipe, recipe.num_views
     words = _raw(seed, _VIEWS, step, rows.first * d * _WORDS // _BLOCK, rows.count * d * _WORDS)

@@ -77,8 +77,9 @@ class BadImages:
         else:
             return
         raise InputError(
-            f"{counts} can't be used ({share:.2%}, more than data.max_bad_share {self.max_share:.2%}), {what}. "
-            f"`wmse check-data {printable(str(self.index.root))}` names every bad file: repair them or raise data.max_bad_share"
+            f"{counts} can't be used ({share:.2%}, more than data.max_skipped_share {self.max_share:.2%}), {what}. "
+            f"`wmse check-data {printable(str(self.index.root))}` names every bad file: repair them or raise "
+            "data.max_skipped_share"
         )
 
 

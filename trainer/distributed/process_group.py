@@ -108,7 +108,7 @@ def _exit_at_once(code: int) -> None:
     os._exit(code)
 
 
-def make_slice_group(size: int, config: Config, ranks: Ranks, device: torch.device) -> Any:
+def make_loss_group(size: int, config: Config, ranks: Ranks, device: torch.device) -> Any:
     """Return the process group of this rank's neighbours; None if it has none. Every rank calls this."""
     if size == 1:
         return None

@@ -31,6 +31,19 @@ class Ranks:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
+class ImageRange:
+    """Consecutive images of a step: those of a rank, of one of its micro-batches, or of a loss group."""
+
+    first: int
+    count: int
+
+    def group(self, size: int) -> ImageRange:
+        """Return the images of the group of `size` neighbouring ranges that this one belongs to."""
+        count = self.count * size
+        return ImageRange(self.first // count * count, count)
+
+
 def find_ranks(env: Mapping[str, str] | None = None) -> Ranks:
     """Read the environment that torchrun, srun or `wmse launch` left; without one this process is alone.
 

@@ -31,7 +31,7 @@ from trainer.evaluate.knn import check_neighbours, knn_top1
 from trainer.evaluate.linear import linear_probe, standardise
 from trainer.evaluate.results import Results, Source
 from trainer.evaluate.splits import classes_with_images, open_splits, unusable_files
-from trainer.models.networks import Model, build_model
+from trainer.models.networks import EncoderNetwork, build_encoder_network
 from trainer.run.checkpoint import choose_checkpoint, load_checkpoint, put_encoder
 from trainer.run.commit import git_commit
 
@@ -63,7 +63,7 @@ class Evaluator:
             check_neighbours(self.config.evaluate.knn_k, len(train.labelled))
 
     @cached_property
-    def _model(self) -> Model:
+    def _model(self) -> EncoderNetwork:
         """Built on the CPU, where its random weights are those of the seed, as in training."""
         return _plain_model(self.config).to(self.place.device)
 
@@ -135,10 +135,10 @@ def load_encoder_content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _plain_model(config: Config) -> Model:
-    """Build the run's model with plain BatchNorm: an evaluation has one view and no rows of other ranks."""
-    plain = replace(config.model, encoder_batch_norm="joint", projector_batch_norm="joint", batch_norm_ranks="local")
-    return build_model(replace(config, model=plain), Ranks())
+def _plain_model(config: Config) -> EncoderNetwork:
+    """Build the run's encoder with plain BatchNorm: an evaluation has one view and no rows of other ranks."""
+    plain = replace(config.model, encoder_batch_norm="joint", batch_norm_ranks="local")
+    return build_encoder_network(replace(config, model=plain))
 
 
 def _check_same_encoder(trained: dict[str, Any], config: Config, path: Path) -> None:

@@ -23,7 +23,7 @@ from trainer.distributed.device import autocast_dtype
 from trainer.distributed.process_group import open_on_all_ranks, require_same
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.models.networks import Model
+from trainer.models.networks import EncoderNetwork
 from trainer.progress import with_progress
 
 _log = logging.getLogger(__name__)
@@ -139,13 +139,13 @@ def _in_precision(place: Place) -> Iterator[None]:
         convolutions.fp32_precision = before
 
 
-def trained_encoder(model: Model) -> Encode:
+def trained_encoder(model: EncoderNetwork) -> Encode:
     """Features before the projector; BatchNorm uses its running statistics and leaves them as they are."""
     model.eval()
-    return lambda pixels: model.encoder(model.scale(pixels))
+    return model
 
 
-def untrained_encoder(model: Model, place: Place) -> Encode:
+def untrained_encoder(model: EncoderNetwork, place: Place) -> Encode:
     """The same for a model that never saw an image: its BatchNorm statistics are first estimated on training images."""
     norms = [m for m in model.encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     data = place.config.data
@@ -157,7 +157,7 @@ def untrained_encoder(model: Model, place: Place) -> Encode:
         for norm in norms:
             norm.momentum = 1 / number  # a plain average over the batches
         with torch.no_grad():
-            model.encoder(model.scale(pixels))
+            model(pixels)
     return trained_encoder(model)
 
 

@@ -27,7 +27,7 @@ from trainer.run.tensorboard import draw_evaluation
 _log = logging.getLogger(__name__)
 _ROOM_BYTES = 1 << 16  # several times the size of one encoder's results
 # settings, or beginnings of their names, that affect a figure: of every measure, and of some
-_SHAPING = ("views.side", "views.test_resize", "views.interpolation", "evaluate.precision")
+_SHAPING = ("views.size", "views.eval_resize", "views.interpolation", "evaluate.precision")
 _SHAPING_OF = {
     "linear": ("seed", "evaluate.probe_"),
     "knn": ("evaluate.knn_k",),

@@ -30,7 +30,7 @@ def wmse_loss(
     generator: torch.Generator | None = None,
     eps: float = 0.0,
     backend: str = "auto",
-    float64_factor: bool = False,
+    cholesky_float64: bool = False,
 ) -> Tensor:
     """The W-MSE loss of v, a scalar in float32 (float64 if v is), whatever autocast says.
 
@@ -39,7 +39,7 @@ def wmse_loss(
         whitened rows. Both are means over iterations, images and pairs of views (False: and over the k elements).
     permutations: (iterations, N) int64, each row a permutation of the images, the same for every view; None draws
         one per iteration from `generator` (on the device of v; None: torch's default one).
-    eps, backend, float64_factor: see `kernels.whitening.whiten`.
+    eps, backend, cholesky_float64: see `kernels.whitening.whiten`.
 
     Where the whitening of a slice fails in any view, its images are left out of the mean of that iteration; the loss is
     0, with zero gradient, if all fail. Raises InputError for sizes that do not fit.
@@ -54,7 +54,7 @@ def wmse_loss(
         generator=generator,
         eps=eps,
         backend=backend,
-        float64_factor=float64_factor,
+        cholesky_float64=cholesky_float64,
     )[0]
 
 
@@ -69,7 +69,7 @@ def wmse_loss_with_status(
     generator: torch.Generator | None = None,
     eps: float = 0.0,
     backend: str = "auto",
-    float64_factor: bool = False,
+    cholesky_float64: bool = False,
 ) -> tuple[Tensor, WhiteningStatus]:
     """As `wmse_loss`, and also returns the status of every slice that was whitened.
 
@@ -87,11 +87,11 @@ def wmse_loss_with_status(
     with without_autocast(v.device):
         v = v if v.dtype == torch.float64 else v.float()
         slices = (num_views * iterations * num_images // slice_size, slice_size, v.shape[1])
-        backend = choose_backend(backend, v, slices, float64_factor)
+        backend = choose_backend(backend, v, slices, cholesky_float64)
         if backend == "reference":
-            return _reference_loss(v, permutations, num_views, slice_size, normalize, eps, float64_factor)
+            return _reference_loss(v, permutations, num_views, slice_size, normalize, eps, cholesky_float64)
         loss, ok, min_pivot = FusedLoss.apply(
-            v, permutations, num_views, slice_size, normalize, eps, float64_factor, backend
+            v, permutations, num_views, slice_size, normalize, eps, cholesky_float64, backend
         )
     return loss, WhiteningStatus(ok, min_pivot)
 
@@ -103,12 +103,12 @@ def _reference_loss(
     slice_size: int,
     normalize: bool,
     eps: float,
-    float64_factor: bool,
+    cholesky_float64: bool,
 ) -> tuple[Tensor, WhiteningStatus]:
     """The definition, every slice and pair by itself, differentiated by torch: for tests and benchmarks."""
     size = v.shape[1]
     x = v.view(num_views, -1, size)[:, permutations.flatten()].reshape(-1, slice_size, size)
-    z, status = whiten_with_status(x, eps=eps, backend="reference", float64_factor=float64_factor)
+    z, status = whiten_with_status(x, eps=eps, backend="reference", cholesky_float64=cholesky_float64)
     views = z.view(num_views, -1, slice_size, size)
     if normalize:
         views = torch.nn.functional.normalize(views, dim=-1)

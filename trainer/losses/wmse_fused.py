@@ -26,11 +26,11 @@ class FusedLoss(torch.autograd.Function):
         slice_size: int,
         normalize: bool,
         eps: float,
-        float64_factor: bool,
+        cholesky_float64: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         x = _cut_slices(v, permutations, num_views, slice_size)
-        z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, float64_factor, backend)
+        z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)
         complete = ok.view(num_views, -1).all(0)
         loss, pairs = _pair_distance(z.view(num_views, len(complete), slice_size, -1), complete, normalize)
         ctx.eps, ctx.backend = eps, backend

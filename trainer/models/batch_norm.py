@@ -8,8 +8,6 @@ Shapes: x (d*N, C, ...) view-major; statistics (d, C), or (1, C) where all views
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,39 +134,3 @@ def stop_counting_batches(model: nn.Module) -> None:
     for norm in model.modules():
         if isinstance(norm, _BatchNorm) and norm.momentum is not None:
             norm.num_batches_tracked = None
-
-
-class BatchNormStatistics:
-    """All running means and variances of a model as views of one flat tensor, so that a step whose update is not applied takes
-    them back in one operation, without the host knowing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._flat = _flatten([m for m in model.modules() if getattr(m, "running_mean", None) is not None])
-        self._before = self._flat.clone()
-
-    def remember(self) -> None:
-        """Call before forward."""
-        self._before.copy_(self._flat)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Undo what the block changes: with activation checkpointing, backward runs the forward again, which would update the
-        statistics a second time."""
-        after_forward = self._flat.clone()
-        yield
-        self._flat.copy_(after_forward)
-
-    def restore_if(self, failed: Tensor) -> None:
-        """Take back what forward changed where `failed` (bool, on the device)."""
-        self._flat.copy_(torch.where(failed, self._before, self._flat))
-
-
-def _flatten(norms: list[nn.Module]) -> Tensor:
-    """One tensor that holds the running means and variances of all modules, which become views of it."""
-    buffers = [(module, name, getattr(module, name)) for module in norms for name in ("running_mean", "running_var")]
-    flat = torch.cat([buffer.reshape(-1) for _, _, buffer in buffers]) if buffers else torch.zeros(0)
-    offset = 0
-    for module, name, buffer in buffers:
-        setattr(module, name, flat[offset : offset + buffer.numel()].view(buffer.shape))
-        offset += buffer.numel()
-    return flat

@@ -1,150 +1,70 @@
-"""Encoder (a timm backbone without its head) and projector.
+"""Put encoder and projector together, with the seed's initial weights.
 
 Shapes: R = d*N views of this rank (view-major), S pixels a side, F features, k embedding size.
 """
 
 from __future__ import annotations
 
-import difflib
-import logging
-from itertools import pairwise
 from typing import Any
 
-import timm
 import torch
-from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
-from trainer.config.schema import Config, ModelConfig, ViewsConfig
+from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks
-from trainer.errors import InputError
-from trainer.models.batch_norm import at_least_float32, convert_batch_norm, stop_counting_batches
+from trainer.models.batch_norm import convert_batch_norm, stop_counting_batches
+from trainer.models.encoder import Normalize, build_encoder
+from trainer.models.projector import Projector
 
-_log = logging.getLogger(__name__)
 
+class EncoderNetwork(nn.Module):
+    """Pixels to features: the part of every method's networks that is evaluated and used afterwards."""
 
-class Model(nn.Module):
-    """Pixels to embeddings. `encoder` and `projector` are the two parts that a checkpoint holds."""
-
-    def __init__(
-        self, config: ModelConfig, views: ViewsConfig, group_name: str | None = None, world_size: int = 1
-    ) -> None:
-        """group_name: the process group over which BatchNorm takes its statistics, for model.batch_norm_ranks: all."""
+    def __init__(self, config: Config, batch_norm_group: str | None = None, world_size: int = 1) -> None:
+        """batch_norm_group: process group over which BatchNorm takes its statistics, for model.batch_norm_ranks: all."""
         super().__init__()
-        group_name = group_name if config.batch_norm_ranks == "all" else None
-        parts = {"per_view": views.num_views, "joint": 1}
-        encoder: Any = build_encoder(config)
-        projector = Projector(config, encoder.num_features)
-        self.encoder = convert_batch_norm(encoder, parts[config.encoder_batch_norm], group_name, world_size)
-        self.projector = convert_batch_norm(projector, parts[config.projector_batch_norm], group_name, world_size)
-        self.scale = PixelScale(views)
+        self.normalize = Normalize(config.views)
+        encoder = build_encoder(config.model)
+        self.num_features: int = encoder.num_features
+        parts = batch_norm_parts(config, config.model.encoder_batch_norm)
+        self.encoder: Any = convert_batch_norm(encoder, parts, batch_norm_group, world_size)
+        stop_counting_batches(self)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """pixels (R, 3, S, S) uint8, channels_last -> features (R, F)."""
+        return self.encoder(self.normalize(pixels))
+
+
+class EncoderProjector(EncoderNetwork):
+    """Pixels to embeddings."""
+
+    def __init__(self, config: Config, batch_norm_group: str | None = None, world_size: int = 1) -> None:
+        super().__init__(config, batch_norm_group, world_size)
+        projector = Projector(config.model, self.num_features)
+        parts = batch_norm_parts(config, config.model.projector_batch_norm)
+        self.projector = convert_batch_norm(projector, parts, batch_norm_group, world_size)
         stop_counting_batches(self)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """pixels (R, 3, S, S) uint8, channels_last -> embeddings (R, k), float32."""
-        return self.projector(self.encoder(self.scale(pixels)))
+        return self.projector(self.encoder(self.normalize(pixels)))
 
 
-class PixelScale(nn.Module):
-    """uint8 0..255 to float: scaled to 0..1, less the mean, over the standard deviation. Part of the model, so that a
-    compiled graph fuses it with the first convolution's cast, and evaluation can't take another."""
-
-    def __init__(self, views: ViewsConfig) -> None:
-        super().__init__()
-        self.factor: Tensor
-        self.shift: Tensor
-        mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (views.mean, views.std))
-        self.register_buffer("factor", 1 / (255 * std), persistent=False)
-        self.register_buffer("shift", -mean / std, persistent=False)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """(R, 3, S, S) uint8 -> the same as float32, memory format kept."""
-        return pixels.float() * self.factor + self.shift
+def batch_norm_parts(config: Config, statistics: str) -> int:
+    """Return the number of parts of a batch that have BatchNorm statistics of their own, for "per_view" or "joint"."""
+    return {"per_view": config.views.num_views, "joint": 1}[statistics]
 
 
-class Projector(nn.Module):
-    """Linear layers with BatchNorm and ReLU between; config.projector says which have what.
-
-    The last Linear works in float32 under autocast too: whitening divides by the square roots of the covariance's
-    eigenvalues, which span a factor of 100, and would blow the rounding of bf16 up by as much. It costs next to nothing.
-    """
-
-    def __init__(self, config: ModelConfig, num_features: int) -> None:
-        super().__init__()
-        simclr = config.projector == "simclr"
-        sizes = [num_features, *config.projector_hidden]
-        hidden: list[nn.Module] = []
-        for size, next_size in pairwise(sizes):
-            hidden += [nn.Linear(size, next_size, bias=not simclr), nn.BatchNorm1d(next_size), nn.ReLU()]
-        self.hidden = nn.Sequential(*hidden)
-        self.last = nn.Linear(sizes[-1], config.embedding_size, bias=not simclr)
-        self.norm = nn.BatchNorm1d(config.embedding_size) if simclr else nn.Identity()
-        if simclr:
-            self.norm.register_parameter("bias", None)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(R, F) -> (R, k) float32."""
-        x = self.hidden(features)
-        with torch.autocast(x.device.type, enabled=False):
-            return self.norm(self.last(at_least_float32(x)))
-
-
-def build_model(config: Config, ranks: Ranks, batch_norm_group: str | None = None) -> Model:
-    """The model with the seed's initial weights, the same on every rank, on the CPU. batch_norm_group: as for `Model`."""
+def build_encoder_network(config: Config) -> EncoderNetwork:
+    """Build the encoder with the seed's initial weights, which are those of every method, on the CPU."""
     torch.manual_seed(config.seed)
-    return Model(config.model, config.views, batch_norm_group, ranks.world_size)
+    return EncoderNetwork(config)
 
 
-def build_encoder(config: ModelConfig) -> Any:
-    """The timm backbone with pooling and without classifier, (R, 3, S, S) -> (R, F); F is its `num_features`.
+def build_encoder_projector(config: Config, ranks: Ranks, batch_norm_group: str | None = None) -> EncoderProjector:
+    """Build encoder and projector with the seed's initial weights, the same on every rank, on the CPU.
 
-    Raises InputError for a name that timm does not know and for a stem that the backbone has no place for.
-    """
-    if config.backbone not in timm.list_models():
-        near = difflib.get_close_matches(config.backbone, timm.list_models(), 5)
-        raise InputError(
-            f"model.backbone is {config.backbone!r}: timm has no such model; near: {', '.join(near) or 'none'}"
-        )
-    options: dict[str, Any] = {}
-    if timm.models.model_entrypoint(config.backbone).__module__ == "timm.models.resnet":
-        options["zero_init_last"] = config.zero_init_last
-    else:
-        _log.info("model.zero_init_last has no effect: %s is no timm ResNet", config.backbone)
-    encoder: Any = timm.create_model(config.backbone, pretrained=False, num_classes=0, **options)
-    if config.stem != "imagenet":
-        _small_stem(encoder, config)
-    if config.activation_checkpointing:
-        encoder.set_grad_checkpointing(True)
-    if (
-        isinstance(getattr(encoder, "global_pool", None), SelectAdaptivePool2d)
-        and encoder.global_pool.pool_type == "avg"
-    ):
-        encoder.global_pool = MeanPool()
-    return encoder.to(memory_format=torch.channels_last)
-
-
-class MeanPool(nn.Module):
-    """(R, F, H, W) -> (R, F), their mean. A mean over the last two dimensions has a gradient whose memory is not channels_last,
-    which turns the last stage's gradients around."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
-
-
-def _small_stem(encoder: Any, config: ModelConfig) -> None:
-    """Replace the stem by the recipes' one for small images: a 3x3 first convolution, with or without the max-pool.
-
-    Its initial weights are torch's default, as in the authors' code (standard deviation 0.111; timm's would have 0.059)."""
-    conv1 = getattr(encoder, "conv1", None)
-    first = conv1[0] if isinstance(conv1, nn.Sequential) else conv1  # a deep stem has three convolutions
-    if not isinstance(first, nn.Conv2d) or not hasattr(encoder, "maxpool"):
-        raise InputError(f"model.stem is {config.stem!r}, but {config.backbone} has no ResNet stem: set it to imagenet")
-    small = nn.Conv2d(3, first.out_channels, 3, 2 if config.stem == "half" else 1, padding=1, bias=False)
-    if config.stem == "half":  # a stem that is not the paper's keeps timm's initial weights
-        nn.init.kaiming_normal_(small.weight, mode="fan_out", nonlinearity="relu")
-    if isinstance(conv1, nn.Sequential):
-        conv1[0] = small
-    else:
-        encoder.conv1 = small
-    if config.stem != "small_pool":
-        encoder.maxpool = nn.Identity()
+    batch_norm_group: name of a process group; None: BatchNorm takes its statistics from this rank alone."""
+    torch.manual_seed(config.seed)
+    group = batch_norm_group if config.model.batch_norm_ranks == "all" else None
+    return EncoderProjector(config, group, ranks.world_size)

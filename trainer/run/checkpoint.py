@@ -2,7 +2,7 @@
 
 A file is a dict that `torch.load(weights_only=True)` reads:
     format, step (updates made), model (plain names: encoder.*, projector.*), optimizer, config (dotted name: value),
-    plan_version, data (fingerprint of the training split, number of images), world_size, loss_sums (of the open log line),
+    plan_version, data (fingerprint of the training split, number of images), world_size, metric_sums (since the last log line),
     loss_scale (of fp16, else None),
     sha256 (of all the rest, see `content_digest`)
 """
@@ -25,7 +25,8 @@ from trainer.files import atomic_write
 from trainer.run.checkpoint_check import first_not_finite
 from trainer.run.checkpoint_files import checkpoint_path, list_checkpoints, step_of
 
-FORMAT = 2
+FORMAT = 3
+_READABLE = (2, FORMAT)  # encoders of format 2 are those of today
 _log = logging.getLogger(__name__)
 _PREFIXES = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
 # what a safe load raises of a file with flipped bytes (each was tried in a small one); MemoryError is not among them
@@ -47,7 +48,7 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_
         raise TrainingFailedError(
             f"nothing was saved at step {content['step']}: {broken} is not finite, and a run can't continue from that. The "
             f"checkpoints in {folder} are untouched: continue from them with a smaller optimizer.learning_rate, a longer "
-            "warm-up, loss.eps 1e-4, or precision fp32"
+            "warm-up, wmse.eps 1e-4, or precision fp32"
         )
     folder.mkdir(exist_ok=True)  # without parents: a run folder that has gone is a disk that has gone
     for rest in folder.glob(".step_*"):  # of a save that was killed
@@ -180,7 +181,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     content = torch.load(path, map_location="cpu", weights_only=True)
     found = content.get("format") if isinstance(content, dict) else None
     model = content.get("model") if isinstance(content, dict) else None
-    if found != FORMAT or not isinstance(model, dict):
+    if found not in _READABLE or not isinstance(model, dict):
         raise InputError(f"{path} is no checkpoint of this program (format {FORMAT} expected, found {found})")
     odd = [name for name, value in model.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
     if odd:

@@ -14,9 +14,10 @@ from trainer.data.plan import PLAN_VERSION
 from trainer.data.quarantine import drop_quarantine_after
 from trainer.distributed.geometry import batch_norm_images
 from trainer.distributed.process_group import agree
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.metrics import LossSums
-from trainer.run.checkpoint import load_newest, plain_names
+from trainer.metrics import MetricSums
+from trainer.run.checkpoint import FORMAT, load_newest, plain_names
 from trainer.run.checkpoint_check import first_difference, wanted_moments
 from trainer.run.saver import Saver
 from trainer.setup import Run
@@ -26,26 +27,26 @@ _LOOKS = 20
 _LOOK_SECONDS = 5.0  # the directory cache of NFS holds for up to a minute
 
 
-def save(run: Run, saver: Saver, step: int, sums: LossSums) -> None:
+def save(run: Run, saver: Saver, step: int, sums: MetricSums) -> None:
     """Have the checkpoint after `step` updates written. Every rank calls this; the first one writes."""
-    loss_sums = sums.state(run.ranks)
+    metric_sums = sums.state(run.ranks)
     if not run.ranks.is_first:
         return
     content = {
         "step": step,
-        "model": plain_names(run.model.state_dict()),
-        "optimizer": run.optimizer.state_dict(),
+        "model": plain_names(run.step.method.networks.state_dict()),
+        "optimizer": run.step.optimizer.state_dict(),
         "config": plain_settings(run.config),
         "plan_version": PLAN_VERSION,
         "data": {"fingerprint": run.index.fingerprint, "images": len(run.index)},
         "world_size": run.ranks.world_size,
-        "loss_sums": loss_sums,
-        "loss_scale": run.step.loss_scale.state() if run.step.loss_scale else None,
+        "metric_sums": metric_sums,
+        "loss_scale": run.step.grad_scaler.state() if run.step.grad_scaler else None,
     }
     saver.save(content)
 
 
-def resume(run: Run, sums: LossSums) -> int:
+def resume(run: Run, sums: MetricSums) -> int:
     """Load the newest checkpoint of the run folder, if there is one; returns the number of updates made so far.
 
     Raises InputError where settings that shape the result, or the images, are not those of the checkpoint."""
@@ -57,7 +58,7 @@ def resume(run: Run, sums: LossSums) -> int:
     return step
 
 
-def _find_same(run: Run, sums: LossSums) -> dict[str, Any] | None:
+def _find_same(run: Run, sums: MetricSums) -> dict[str, Any] | None:
     """Load the newest usable checkpoint, the same on all ranks; None if there is none.
 
     A network file system may show a new file late to other nodes: ranks that find an older one look again for a while. Raises
@@ -80,13 +81,18 @@ def _find_same(run: Run, sums: LossSums) -> dict[str, Any] | None:
     )
 
 
-def _check_usable(run: Run, sums: LossSums, content: dict[str, Any]) -> None:
+def _check_usable(run: Run, sums: MetricSums, content: dict[str, Any]) -> None:
     """Raise InputError for a checkpoint that lacks a part, or whose settings are those of the run but whose tensors don't
     fit."""
+    if content["format"] != FORMAT:
+        raise InputError(
+            f"an earlier version of this program wrote it (format {content['format']}, now {FORMAT}): start from its encoder "
+            "with --init_from and another --run_dir"
+        )
     wanted: dict[str, Any] = {"optimizer": dict, "config": dict, "plan_version": int, "world_size": int}
     wanted |= {
         "data": {"fingerprint": str, "images": int},
-        "loss_sums": {"sums": sums.sums, "min_pivot": sums.min_pivot},
+        "metric_sums": sums.state(Ranks()),
     }
     difference = first_difference({key: content[key] for key in wanted if key in content}, wanted, "checkpoint")
     odd = [key for key, value in content["config"].items() if isinstance(value, torch.Tensor)] if not difference else []
@@ -104,16 +110,18 @@ def _misfit(run: Run, content: dict[str, Any]) -> str | None:
     """Describe where a checkpoint does not fit this model and optimizer; None if it fits."""
     optimizer = content["optimizer"]
     moments = optimizer.get("state")
-    scale = run.step.loss_scale.state() if run.step.loss_scale else None
-    pairs: list[tuple[str, Any, dict[Any, Any]]] = [("model", content["model"], plain_names(run.model.state_dict()))]
+    scale = run.step.grad_scaler.state() if run.step.grad_scaler else None
+    pairs: list[tuple[str, Any, dict[Any, Any]]] = [
+        ("model", content["model"], plain_names(run.step.method.networks.state_dict()))
+    ]
     if moments != {}:  # none where no update was made yet
-        pairs.append(("optimizer.state", moments, wanted_moments(run.optimizer, run.config.optimizer)))
+        pairs.append(("optimizer.state", moments, wanted_moments(run.step.optimizer, run.config.optimizer)))
     if scale:
         pairs.append(("loss_scale", content.get("loss_scale"), scale))
     return next((text for name, found, wanted in pairs if (text := first_difference(found, wanted, name))), None)
 
 
-def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
+def _restore(run: Run, content: dict[str, Any], sums: MetricSums) -> int:
     changed = _changes(run, content)
     if not run.config.allow_changes:
         refuse_changes(run.run_dir, changed)
@@ -126,13 +134,13 @@ def _restore(run: Run, content: dict[str, Any], sums: LossSums) -> int:
             "Use its settings again, take another --run_dir, or start from its encoder with --init_from"
         )
     # the names were compared; torch would ask for a number of batches
-    run.model.load_state_dict(content["model"], strict=False)
+    run.step.method.networks.load_state_dict(content["model"], strict=False)
     # the options follow from the settings, which may have been changed on purpose
-    options = run.optimizer.state_dict()["param_groups"]
-    run.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": options})
-    sums.load(content["loss_sums"])
-    if run.step.loss_scale and content.get("loss_scale"):
-        run.step.loss_scale.load(content["loss_scale"])
+    options = run.step.optimizer.state_dict()["param_groups"]
+    run.step.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": options})
+    sums.load(content["metric_sums"])
+    if run.step.grad_scaler and content.get("loss_scale"):
+        run.step.grad_scaler.load(content["loss_scale"])
     _log_ranks(run, int(content["world_size"]))
     _log.info("continuing after step %d", content["step"])
     return int(content["step"])

@@ -12,15 +12,10 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.config.schema import Config, flatten
+from trainer.metric import Metric
 
 _log = logging.getLogger(__name__)
 _SHOWN_IMAGES = 8
-# names in metrics.jsonl by the group that TensorBoard shows them in
-GROUPS = {
-    "train": ("loss", "lr"),
-    "speed": ("images_per_s", "views_per_s", "seconds_per_step", "data_wait", "memory_gib"),
-    "health": ("effective_rank", "min_pivot", "failed_steps", "bad_images"),
-}
 
 
 class Board:
@@ -37,12 +32,12 @@ class Board:
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", first_step + 1)
 
-    def draw(self, values: Mapping[str, Any]) -> None:
+    def draw(self, values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
         """Add a line of metrics.jsonl to the curves. None leaves a gap."""
         with self._until_first_failure():
-            for tag, name in ((f"{group}/{name}", name) for group, names in GROUPS.items() for name in names):
-                if self._writer and values[name] is not None:
-                    self._writer.add_scalar(tag, values[name], values["step"])
+            for name, metric in metrics.items():
+                if self._writer and metric.group and values[name] is not None:
+                    self._writer.add_scalar(f"{metric.group}/{name}", values[name], values["step"])
 
     def draw_views(self, views: Tensor, step: int) -> None:
         """Add a picture of a step's first images: a row each, with its views side by side.

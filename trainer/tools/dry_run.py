@@ -15,12 +15,13 @@ from trainer.data.index_build import list_class_folders
 from trainer.data.tar_shards import list_shards
 from trainer.distributed.cores import core_warnings, own_cores
 from trainer.distributed.device import PRECISION_NAMES, autocast_dtype, compiles
+from trainer.distributed.geometry import check_set_size
 from trainer.distributed.ranks import launch_warnings
 from trainer.errors import InputError
 from trainer.run.commit import git_commit
 from trainer.setup import Run
 from trainer.tools.memory import memory_lines
-from trainer.tools.run_plan import check_set_size, plan_lines, plan_warnings
+from trainer.tools.run_plan import plan_lines, plan_warnings
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def describe_run(run: Run) -> None:
         _log.info("%s", describe_sources(run.config, run.sources))
     _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, run.device)
     precision = PRECISION_NAMES[autocast_dtype(run.config, run.device)]
-    scaled = " with a scaled loss" if run.step.loss_scale else ""
+    scaled = " with a scaled loss" if run.step.grad_scaler else ""
     _log.info("encoder and projector in %s%s, whitening and loss in float32", precision, scaled)
     threads = run.config.data.threads or own_cores()
     for line in [

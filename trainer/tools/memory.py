@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.config.schema import Config
 from trainer.distributed.device import autocast_dtype, compiles
-from trainer.distributed.geometry import micro_batches, rows_together
-from trainer.models.networks import Model
+from trainer.distributed.geometry import indivisible_images, micro_batches
+from trainer.distributed.ranks import Ranks
 
 _GIB = 2**30
 _CARDS = {"40 GB": 39.0, "80 GB": 79.0}  # GiB that such a card shows
@@ -74,7 +74,7 @@ def _way_out(config: Config, images: int, memory: Memory, card_gib: float) -> st
         memory = estimate_memory(config, memory.views, torch.device("cuda"))
         found = ["model.activation_memory_budget 0.9"]
     if not memory.fits(card_gib):
-        unit = rows_together(config)
+        unit = indivisible_images(config)
         sizes = [] if config.cuda_graphs else [n for n in range(unit, images, unit) if images % n == 0]
         fitting = [n for n in sizes if replace(memory, kept=memory.kept * n // images).fits(card_gib)]
         if not fitting:
@@ -91,11 +91,13 @@ def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
     # the compiler keeps as much as for a rank's own statistics, and traces those in half the time
     if compiled and all_ranks:
         config, all_ranks = replace(config, model=replace(config.model, batch_norm_ranks="local")), False
-    model = Model(config.model, config.views, "traced only" if all_ranks else None, 2)
+    group = "traced only" if all_ranks else None
+    model = config.method_settings.build(config, Ranks(0, 2), torch.device("cpu"), batch_norm_group=group).networks
     weights = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moments = 1 if config.optimizer.name == "lars" else 2
-    side = config.views.side
-    pixels = torch.empty(views, 3, side, side, dtype=torch.uint8, memory_format=torch.channels_last)
+    size = config.views.size
+    pixels = torch.empty(views, 3, size, size, dtype=torch.uint8, memory_format=torch.channels_last)
     precision = "bf16" if config.precision == "auto" else config.precision
     dtype = autocast_dtype(replace(config, precision=precision), torch.device("cpu"))
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -103,10 +105,10 @@ def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
             kept = _kept_by_compiler(model, pixels, config.model.activation_memory_budget)
         else:
             kept = _kept_by_autograd(model, pixels)
-    return Memory(4 * weights * (2 + moments), kept, views)
+    return Memory(4 * (weights + trained * (1 + moments)), kept, views)
 
 
-def _kept_by_autograd(model: Model, pixels: Tensor) -> int:
+def _kept_by_autograd(model: nn.Module, pixels: Tensor) -> int:
     """Count the bytes that an eager forward keeps for backward, each storage once. Fake tensors compute nothing."""
     kept = {}
 
@@ -128,7 +130,7 @@ class _CountedError(Exception):
     """Ends a compilation whose graphs have been counted."""
 
 
-def _kept_by_compiler(model: Model, pixels: Tensor, budget: float) -> int:
+def _kept_by_compiler(model: nn.Module, pixels: Tensor, budget: float) -> int:
     """Count the bytes that the compiled forward hands to the compiled backward; nothing is computed.
 
     Uses the partitioner and the decompositions of Inductor, which decide it."""

@@ -14,9 +14,10 @@ from trainer.config.schema import Config
 from trainer.data.decoding import decode
 from trainer.data.index import open_images
 from trainer.data.loader import ViewLoader, train_requests
-from trainer.data.plan import Planner, Rows
+from trainer.data.plan import Planner
+from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
-from trainer.models.networks import PixelScale
+from trainer.models.networks import Normalize
 
 _SMALLEST_CELL = 96  # pixels; smaller views are enlarged by a whole factor
 _GAP = 2
@@ -38,7 +39,7 @@ def write_preview(config: Config, num_images: int, out: Path, step: int = 0) -> 
         seed=config.seed,
         num_images=len(index),
         images_per_step=images_per_step,
-        rows=Rows(0, num_images),
+        images=ImageRange(0, num_images),
     )
     loader = ViewLoader(
         index,
@@ -61,7 +62,7 @@ def write_preview(config: Config, num_images: int, out: Path, step: int = 0) -> 
 
 def _shown(pixels: Tensor, config: Config) -> Tensor:
     """Put (R, 3, S, S) uint8 through the model's scaling and back to uint8, so that losses there become visible."""
-    scale = PixelScale(config.views)
+    scale = Normalize(config.views)
     mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (config.views.mean, config.views.std))
     return ((scale(pixels) * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 

@@ -1,0 +1,49 @@
+"""What a method says about itself from its settings alone. Needs no torch, so that a run can be checked on a login node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.config.schema import Config
+    from trainer.distributed.ranks import Ranks
+    from trainer.methods.method import Method
+
+
+@dataclass(frozen=True)
+class MethodSettings:
+    """Base of the config section of a method. The section's name in `Config` is the method's name."""
+
+    def problems(self, config: Config) -> list[str]:
+        """Return what is wrong with the settings, each with its key, its value and a fix."""
+        return []
+
+    def indivisible_images(self, config: Config) -> int:
+        """Return the number of images of a step that the loss needs together.
+
+        They are never split over micro-batches. If a rank holds fewer, neighbouring ranks form a loss group, and
+        each of them computes the loss of the group's images."""
+        return 1
+
+    def plan_lines(self, config: Config) -> list[str]:
+        """Describe what the method does in a step, for the log and the dry run."""
+        return []
+
+    def build(
+        self,
+        config: Config,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        loss_group: Any = None,
+        batch_norm_group: str | None = None,
+    ) -> Method:
+        """Build the method, with the seed's initial weights, on `device`.
+
+        loss_group: the process group of the ranks whose images the loss takes together; None: this rank alone.
+        batch_norm_group: name of the process group over which BatchNorm takes its statistics; None: this rank alone.
+        """
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""SimCLR: the contrastive loss with in-batch negatives."""

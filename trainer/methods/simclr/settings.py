@@ -1,0 +1,50 @@
+"""The settings of SimCLR."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.setting import setting
+from trainer.methods.settings import MethodSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.config.schema import Config
+    from trainer.distributed.ranks import Ranks
+    from trainer.methods.method import Method
+
+
+@dataclass(frozen=True)
+class SimCLRSettings(MethodSettings):
+    """SimCLR's contrastive loss (Chen et al., ICML 2020), as the W-MSE paper compares with it (equation InfoNCE)."""
+
+    temperature: float = setting(0.5, between=(1e-3, None))
+    """Divides the similarities of embeddings; the paper takes 0.5, and 1 without `normalize`."""
+    normalize: bool = True
+    """True: cosine similarity. False: dot products of the embeddings as they are."""
+
+    def indivisible_images(self, config: Config) -> int:
+        """All images of a step: each embedding is compared with all others."""
+        return config.data.images_per_step
+
+    def plan_lines(self, config: Config) -> list[str]:
+        """Describe the number of negatives."""
+        images, views = config.data.images_per_step, config.views.num_views
+        pairs = f", the mean over {views * (views - 1) // 2} pairs of views" if views > 2 else ""
+        return [f"contrastive loss: 1 positive and {2 * images - 2} negatives for each embedding{pairs}"]
+
+    def build(
+        self,
+        config: Config,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        loss_group: Any = None,
+        batch_norm_group: str | None = None,
+    ) -> Method:
+        """Build SimCLR."""
+        from trainer.methods.simclr.method import SimCLR
+
+        return SimCLR(config, ranks, device, loss_group, batch_norm_group)

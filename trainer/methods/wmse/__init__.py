@@ -1,0 +1,1 @@
+"""W-MSE: whitening, then the distance between the views of one image."""
