@@ -29,8 +29,8 @@ settings.load_profile("same")
 ROOT = Path(__file__).parents[1]
 TINY = """
 model: {backbone: test_resnet, stem: half, zero_init_last: false, projector: mlp, projector_hidden: [16], embedding_size: 8}
-loss: {slice_size: 16}
-views: {num_views: 2, side: 32, eval_resize: 32, interpolation: bilinear, blur_probability: 0}
+wmse: {slice_size: 16}
+views: {num_views: 2, size: 32, eval_resize: 32, interpolation: bilinear, blur_probability: 0}
 data: {images_per_step: 16, threads: 1, read_ahead_steps: 1, test_split: val}
 optimizer: {name: adam, learning_rate: 1e-3, learning_rate_rule: fixed, epochs: 3, warmup_steps: 2}
 checkpoint: {every_minutes: 0}

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.backends import why_not
 from trainer.config.schema import OptimizerConfig
 from trainer.errors import InputError
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Build the optimizer of all parameters of `model` that need a gradient. `update` sets the learning rate in each step.
+def check_device(config: OptimizerConfig, device: torch.device) -> None:
+    """Raise InputError if the optimizer's backend can't run on this device."""
+    from kernels.backends import why_not  # the evaluator, which needs this module, needs no kernels
 
-    Raises InputError if the optimizer's backend can't run on `device`."""
     reason = why_not(config.backend, device.type, size=1, in_float64=False)
     if reason:
         raise InputError(f"optimizer.backend {config.backend} {reason}: set optimizer.backend to auto or torch")
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """Build the optimizer of all parameters of `model` that need a gradient. `update` sets the learning rate in each step."""
     if config.name == "lars":
         groups = parameter_groups(model, config.weight_decay)
         return Lars(groups, config.momentum, config.trust_coefficient, by_triton=config.backend == "triton")

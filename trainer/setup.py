@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trainer import optimizer
 from trainer.config.schema import Config
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.index import Index
@@ -32,7 +33,6 @@ from trainer.distributed.process_group import (
 )
 from trainer.distributed.ranks import Ranks
 from trainer.models.compile import compile_networks
-from trainer.optimizer import build_optimizer
 from trainer.run.checkpoint import load_encoder
 from trainer.run.faults import FaultCounter
 from trainer.schedule import Schedule, build_schedule, size_steps
@@ -76,6 +76,7 @@ class Run:
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
     """Build a run before its first step. Raises InputError if the settings don't fit the set or the number of ranks."""
+    check_device(config, device)
     index = images_of_run(open_on_all_ranks(config.data, config.data.train_split, ranks), config, run_dir, ranks)
     check_set_size(config, len(index), warn=ranks.is_first)
     require_same(ranks, "the images of " + config.data.train_split, f"{len(index)} ({index.fingerprint})")
@@ -104,6 +105,12 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     )
 
 
+def check_device(config: Config, device: torch.device) -> None:
+    """Raise InputError if method or optimizer can't do on this device what the settings ask for."""
+    config.method_settings.check_device(config, device)
+    optimizer.check_device(config.optimizer, device)
+
+
 def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
     """Build the method with the seed's weights, its optimizer, and the step that updates it. Every rank calls this.
 
@@ -119,7 +126,6 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
         loss_group=make_loss_group(group_size, config, ranks, device),
         batch_norm_group=make_batch_norm_group(config, ranks, device),
     )
-    optimizer = build_optimizer(method.networks, config.optimizer, device)
     if compiles(config, device):
         compile_networks(method.networks, config, device)  # before DDP wraps them
     wrapped = wrap_model(
@@ -131,7 +137,7 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
     )
     return TrainStep(
         method,
-        optimizer,
+        optimizer.build_optimizer(method.networks, config.optimizer, device),
         num_views=config.views.num_views,
         images=images,
         ranks=ranks,

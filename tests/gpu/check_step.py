@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from tests.gpu.part import Line, Task, attempt, main, without_waiting
-from trainer.config.schema import Config, ModelConfig, ViewsConfig, WMSESettings
-from trainer.distributed.device import autocast_dtype
+from trainer import setup
+from trainer.config.schema import Config, DataConfig, ModelConfig, ViewsConfig, WMSESettings
 from trainer.distributed.ranks import Ranks
-from trainer.models.compile import compile_networks
-from trainer.models.networks import build_encoder_projector
-from trainer.optimizer import build_optimizer
 from trainer.step import TrainStep
 
 IMAGES, VIEWS = 64, 2  # of which a slice takes 32
 SMALL = Config(
+    data=DataConfig(images_per_step=IMAGES),
     views=ViewsConfig(num_views=VIEWS, size=64),
     model=ModelConfig("resnet18", projector_hidden=(64,), embedding_size=16, zero_init_last=False),
     wmse=WMSESettings(slice_size=32),
@@ -63,18 +61,18 @@ def build_step(config: Config, variant: Variant, device: torch.device) -> TrainS
     model = replace(config.model, activation_memory_budget=variant.budget)
     loss = replace(config.wmse, backend=variant.backend)
     optimizer = replace(config.optimizer, name=variant.optimizer, backend=variant.backend)
-    config = replace(config, precision=variant.precision, model=model, cuda_graphs=variant.cuda_graphs)
-    module = build_encoder_projector(config, Ranks()).to(device)
-    if variant.compiled:
-        compile_networks(module, config, device)
-    return TrainStep(
-        module,
-        build_optimizer(module, optimizer, device),
-        loss,
-        num_views=VIEWS,
-        autocast_dtype=autocast_dtype(config, device),
-        ranks=Ranks(),
-        accumulation_steps=variant.parts,
+    return setup.build_step(
+        replace(
+            config,
+            precision=variant.precision,
+            compile="true" if variant.compiled else "false",
+            model=model,
+            cuda_graphs=variant.cuda_graphs,
+            wmse=loss,
+            optimizer=replace(optimizer, accumulation_steps=variant.parts),
+        ),
+        Ranks(),
+        device,
     )
 
 
@@ -91,30 +89,29 @@ def pixels_of(seed: int, side: int, device: torch.device) -> Tensor:
 def float32_loss(config: Config, parts: int, device: torch.device) -> float:
     """Of the first step, eager. It depends on the number of parts, since BatchNorm sees one at a time."""
     step = build_step(config, Variant("fp32", parts=parts), device)
-    orders = torch.arange(IMAGES, device=device)[None]
-    return step(pixels_of(0, config.views.size, device), orders, 0.1).loss.item()
+    return step(pixels_of(0, config.views.size, device), 0, 0.1).loss.item()
 
 
 def check(config: Config, variant: Variant, device: torch.device, expected_loss: float) -> Line:
     """Four steps: the first one's loss, the third without waiting, the fourth fails."""
-    step, orders = build_step(config, variant, device), torch.arange(IMAGES, device=device)[None]
+    step = build_step(config, variant, device)
     rows = [pixels_of(seed, config.views.size, device) for seed in range(4)]
     if step.grad_scaler is not None:
         step.grad_scaler.scale.fill_(2.0**8)
-    loss = step(rows[0], orders, 0.1).loss.item()
-    step(rows[1], orders, 0.1)  # compiles what the first one did not, records graphs
-    failed = without_waiting(lambda: step(rows[2], orders, 0.1), device).failed
+    loss = step(rows[0], 0, 0.1).loss.item()
+    step(rows[1], 0, 0.1)  # compiles what the first one did not, records graphs
+    failed = without_waiting(lambda: step(rows[2], 0, 0.1), device).skipped
     line: Line = {"said": f"loss {loss:.4f}, float32 {expected_loss:.4f}", "loss": loss, "expected": expected_loss}
     if failed:
         return {**line, "problem": "the third step failed"}
     if not abs(loss - expected_loss) < LOSS_TOLERANCE[variant.precision]:
         return {**line, "problem": "another loss than in float32"}
-    weights = [p.detach().clone() for p in step.model.parameters()]
+    weights = [p.detach().clone() for p in step.method.networks.parameters()]
     same = rows[3].clone()
     same[:IMAGES] = same[:1]
-    if not step(same, orders, 0.1).failed:
+    if not step(same, 0, 0.1).skipped:
         return {**line, "problem": "a view of one picture was not noticed"}
-    if not all(torch.equal(a, b) for a, b in zip(weights, step.model.parameters(), strict=True)):
+    if not all(torch.equal(a, b) for a, b in zip(weights, step.method.networks.parameters(), strict=True)):
         return {**line, "problem": "a failed step changed the weights"}
     return line
 

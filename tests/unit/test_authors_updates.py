@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, ViewsConfig, WMSESettings
-from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_encoder_projector
+from trainer.distributed.ranks import ImageRange, Ranks
 from trainer.optimizer import build_optimizer
 from trainer.schedule import build_schedule
 from trainer.step import TrainStep
@@ -40,7 +39,8 @@ def published_loss(encoder: nn.Module, head: nn.Module, views: Tensor) -> Tensor
 
 
 def test_ten_updates_are_the_published_ones() -> None:
-    model = build_encoder_projector(CONFIG, Ranks()).double()
+    method = CONFIG.method_settings.build(CONFIG, Ranks(), torch.device("cpu"))
+    model = method.networks.double()
     encoder = timm.create_model("test_resnet", num_classes=0).double().train()
     encoder.load_state_dict(model.encoder.state_dict())
     head = nn.Sequential(nn.Linear(encoder.num_features, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 8)).double()
@@ -49,20 +49,14 @@ def test_ten_updates_are_the_published_ones() -> None:
     for target, source in zip(theirs, ours, strict=True):
         target.copy_(source)
 
-    step = TrainStep(
-        model,
-        build_optimizer(model, CONFIG.optimizer, torch.device("cpu")),
-        CONFIG.wmse,
-        num_views=VIEWS,
-        autocast_dtype=None,
-        ranks=Ranks(),
-    )
+    optimizer = build_optimizer(model, CONFIG.optimizer, torch.device("cpu"))
+    step = TrainStep(method, optimizer, num_views=VIEWS, images=ImageRange(0, IMAGES), ranks=Ranks())
     schedule = build_schedule(CONFIG, steps_per_epoch=97)
     adam = torch.optim.Adam([*encoder.parameters(), *head.parameters()], weight_decay=1e-6)
     generator = torch.Generator().manual_seed(0)
     for i in range(UPDATES):
         pixels = torch.randint(0, 256, (VIEWS * IMAGES, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
-        step(pixels, torch.arange(IMAGES)[None], schedule.learning_rate(i))
+        step(pixels, i, schedule.learning_rate(i))
         adam.param_groups[0]["lr"] = 3e-3 * (i + 1) / 500
         adam.zero_grad()
         published_loss(encoder, head, model.normalize(pixels).unflatten(0, (VIEWS, IMAGES))).backward()

@@ -10,9 +10,10 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from trainer.config.schema import ModelConfig, ViewsConfig
-from trainer.models.batch_norm import BatchNormStatistics, ViewBatchNorm, convert_batch_norm, stop_counting_batches
-from trainer.models.networks import Model
+from trainer.config.schema import Config, ModelConfig, ViewsConfig
+from trainer.models.batch_norm import ViewBatchNorm, convert_batch_norm, stop_counting_batches
+from trainer.models.networks import EncoderProjector
+from trainer.models.untrained_state import UntrainedState
 
 
 def test_per_view_is_a_batch_norm_of_each_view_in_turn() -> None:
@@ -78,7 +79,7 @@ def test_joint_on_one_rank_is_left_alone() -> None:
 
 def test_statistics_are_taken_back_only_where_a_step_failed() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
-    statistics = BatchNormStatistics(model)
+    statistics = UntrainedState(model)
     before = {name: value.clone() for name, value in model.state_dict().items() if "running" in name}
     statistics.remember()
     model(torch.full((5, 3), float("nan")))
@@ -91,7 +92,7 @@ def test_statistics_are_taken_back_only_where_a_step_failed() -> None:
 
 
 def test_no_batches_are_counted_where_the_momentum_is_fixed() -> None:
-    model = Model(ModelConfig("test_resnet", projector_hidden=(8,)), ViewsConfig())
+    model = EncoderProjector(Config(model=ModelConfig("test_resnet", projector_hidden=(8,)), views=ViewsConfig()))
     assert not any("num_batches_tracked" in name for name in model.state_dict())
     averages_all = nn.BatchNorm1d(2, momentum=None)
     stop_counting_batches(averages_all)

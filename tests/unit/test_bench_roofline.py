@@ -53,12 +53,12 @@ def test_a_view_more_costs_what_is_counted(tiny_config: Path) -> None:
     """What two small batches say holds for a third, and weights are no part of a view's bytes."""
     config = load_config(tiny_config, ["--model.projector_hidden", "[512]", "--model.encoder_batch_norm", "per_view"])
     cost = count_model_cost(config, CPU, None)
-    from trainer.models.networks import Model
+    from trainer.models.networks import EncoderProjector
 
-    flops, num_bytes = _count(Model(config.model, config.views), 10, 32, CPU, None)
+    flops, num_bytes = _count(EncoderProjector(config), 10, 32, CPU, None)
     assert flops == 10 * cost.flop_per_view
     assert num_bytes == pytest.approx(cost.bytes_per_step + 10 * cost.bytes_per_view, rel=1e-6)
-    parameters = sum(p.numel() for p in Model(config.model, config.views).parameters())
+    parameters = sum(p.numel() for p in EncoderProjector(config).parameters())
     assert cost.bytes_per_step > 2.9 * 4 * parameters  # read in forward and backward, gradients written
     bf16 = count_model_cost(config, CPU, torch.bfloat16)
     assert bf16.flop_per_view == cost.flop_per_view

@@ -24,7 +24,7 @@ def problems(text: str, tmp_path: Path, *overrides: str) -> str:
 
 def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     config = load(
-        "optimizer: {learning_rate: 1e-3, weight_decay: 1E-6, warmup_epochs: 10}\nloss: {eps: .5e-3}\n"
+        "optimizer: {learning_rate: 1e-3, weight_decay: 1E-6, warmup_epochs: 10}\nwmse: {eps: .5e-3}\n"
         "views: {crop_area: [2e-1, 1]}",
         tmp_path,
     )
@@ -53,19 +53,17 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         "data: {images_per_step: 1024}\noptimizer: {accumulation_steps: 8}",
         tmp_path,
     )
-    assert "views.early_sizes is [96, 128] with early_size_epochs [5]: give as many epochs as sides" in message
+    assert "views.early_sizes is [96, 128] with early_size_epochs [5]: give as many epochs as sizes" in message
     assert "cuda_graphs is true with compile false: set compile to auto or true" in message
-    assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many parts of whole" in message
-    assert "slices of 256; take 1, 2, 4" in message
+    assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many micro-batches of" in message
+    assert "multiples of 256 images, which wmse needs together; take 1, 2, 4" in message
     assert "rising" in problems("views: {early_sizes: [96, 96], early_size_epochs: [5, 5]}", tmp_path)
     assert "each must be below views.size 96" in problems(
         "views: {size: 96, early_sizes: [96], early_size_epochs: [5]}", tmp_path
     )
     many = f"views: {{early_sizes: {list(range(96, 104))}, early_size_epochs: {list(range(1, 9))}}}"
-    assert "views.early_sizes has 8 sides: 7 at most" in problems(many, tmp_path)
-    assert "max_skipped_steps is 5 with precision fp16" in problems(
-        "precision: fp16\nloss: {max_skipped_steps: 5}", tmp_path
-    )
+    assert "views.early_sizes has 8 sizes: 7 at most" in problems(many, tmp_path)
+    assert "max_skipped_steps is 5 with precision fp16" in problems("precision: fp16\nmax_skipped_steps: 5", tmp_path)
     assert "optimizer.backend is triton with optimizer.name adam" in problems(
         "optimizer: {name: adam, backend: triton}", tmp_path
     )
@@ -122,11 +120,11 @@ def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("loss: {slice_size: 128}", "wmse.slice_size is 128 with model.embedding_size 128"),
+        ("wmse: {slice_size: 128}", "wmse.slice_size is 128 with model.embedding_size 128"),
         ("data: {images_per_step: 1000}", "take 768 or 1024"),
         ("data: {images_per_step: 100}", "take 256"),
-        ("loss: {iterations: 2, permutation_block: 128}", "wmse.permutation_block is 128"),  # half a slice
-        ("loss: {iterations: 2, permutation_block: 768}", "wmse.permutation_block is 768"),  # 1024 images
+        ("wmse: {iterations: 2, permutation_block: 128}", "wmse.permutation_block is 128"),  # half a slice
+        ("wmse: {iterations: 2, permutation_block: 768}", "wmse.permutation_block is 768"),  # 1024 images
         ("views: {num_views: 1}", "views.num_views is 1: it must be at least 2"),
         ("views: {hue: 0.6}", "views.hue is 0.6: it must be at most 0.5"),
         ("views: {crop_area: [0.5, 0.2]}", "the smaller first"),
@@ -218,8 +216,8 @@ def test_no_environment_variable_changes_a_setting(tmp_path: Path, monkeypatch: 
 
 
 def test_a_key_given_as_a_section_and_dotted_is_refused(tmp_path: Path) -> None:
-    assert "wmse.eps is given twice" in problems("loss: {eps: 0.1}\nloss.eps: 0.2", tmp_path)
-    assert load("loss: {eps: 0.1}\nloss.iterations: 2", tmp_path).wmse.iterations == 2
+    assert "wmse.eps is given twice" in problems("wmse: {eps: 0.1}\nwmse.eps: 0.2", tmp_path)
+    assert load("wmse: {eps: 0.1}\nwmse.iterations: 2", tmp_path).wmse.iterations == 2
 
 
 @pytest.mark.parametrize(
@@ -246,8 +244,8 @@ def test_deeply_nested_brackets_on_the_command_line_are_refused(tmp_path: Path) 
 
 def test_later_files_override_earlier_ones_and_sources_say_so(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
-    first.write_text("seed: 1\nloss: {eps: 0.1, iterations: 2}\ndata: {images_per_step: 2048}")
-    second.write_text("loss: {eps: 0.2}\nmax_steps: 5")
+    first.write_text("seed: 1\nwmse: {eps: 0.1, iterations: 2}\ndata: {images_per_step: 2048}")
+    second.write_text("wmse: {eps: 0.2}\nmax_steps: 5")
     config, sources = load_settings([first, second], ["--max_steps", "6"])
     assert (config.seed, config.wmse.eps, config.wmse.iterations, config.max_steps) == (1, 0.2, 2, 6)
     assert sources["seed"] == sources["wmse.iterations"] == str(first)
@@ -262,7 +260,7 @@ def test_later_files_override_earlier_ones_and_sources_say_so(tmp_path: Path) ->
 
 
 def test_problems_name_the_place_of_the_mistake(tmp_path: Path) -> None:
-    message = problems("sed: 1\nloss: {eps: x}", tmp_path, "--sede", "2", "--seed", "y")
+    message = problems("sed: 1\nwmse: {eps: x}", tmp_path, "--sede", "2", "--seed", "y")
     file = tmp_path / "config.yaml"
     for part in (
         f"{file}: unknown setting sed:",

@@ -26,7 +26,7 @@ from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
-from trainer.models.networks import build_encoder_projector
+from trainer.models.networks import EncoderNetwork, build_encoder_network, build_encoder_projector
 from trainer.run.checkpoint import load_checkpoint
 from trainer.run.signals import StopRequest
 
@@ -54,14 +54,14 @@ def place(tiny_set, tmp_path) -> Place:
 
 
 @pytest.fixture
-def model(place) -> Model:
+def model(place) -> EncoderNetwork:
     """With running statistics that are not those of a new one."""
-    model = build_encoder_projector(place.config, Ranks())
+    model = build_encoder_network(place.config)
     model(torch.randint(0, 256, (32, 3, 32, 32), dtype=torch.uint8))
     return model
 
 
-def statistics(model: Model) -> dict[str, torch.Tensor]:
+def statistics(model: EncoderNetwork) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -89,7 +89,7 @@ def test_features_are_the_encoders_and_leave_its_statistics(model, place):
         assert torch.equal(value, before[name]), name
     pixels = (255 * extract(raw_pixels, open_split("val", place), place).x).round().to(torch.uint8).view(16, 3, 32, 32)
     with torch.no_grad():
-        expected = model.eval().encoder(model.normalize(pixels))
+        expected = model.eval()(pixels)
     torch.testing.assert_close(got.x, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -311,7 +311,7 @@ def test_features_are_float32_unless_told_otherwise(place, model, tiny_set, tmp_
     seen = []
 
     def encode(pixels):
-        x = model.eval().encoder(model.normalize(pixels))
+        x = model.eval()(pixels)
         seen.append((x.dtype, torch.backends.cudnn.conv.fp32_precision))
         return x
 

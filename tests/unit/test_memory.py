@@ -9,7 +9,7 @@ import torch
 
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
-from trainer.models.networks import Model
+from trainer.models.networks import EncoderProjector
 from trainer.tools.memory import Memory, estimate_memory, memory_lines
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -20,7 +20,7 @@ GIB = 2**30
 def test_memory_of_the_state(name: str, copies: int, tiny_config: Path) -> None:
     """Weights, gradients and one or two moments, 4 bytes each; activations grow with the views' area."""
     config = load_config(tiny_config, ["--optimizer.name", name])
-    weights = sum(p.numel() for p in Model(config.model, config.views).parameters())
+    weights = sum(p.numel() for p in EncoderProjector(config).parameters())
     memory = estimate_memory(config, 10, CPU)
     assert memory.state == copies * 4 * weights
     larger = load_config(tiny_config, ["--optimizer.name", name, "--views.size", "64", "--views.eval_resize", "64"])
@@ -30,7 +30,7 @@ def test_memory_of_the_state(name: str, copies: int, tiny_config: Path) -> None:
 def test_copies_of_the_weights_count_once_whatever_the_number_of_views(tiny_config: Path) -> None:
     """Under bf16 autocast each weight but the last layer's is there a second time, in two bytes."""
     config = load_config(tiny_config, ["--precision", "bf16", "--views.size", "16", "--views.eval_resize", "16"])
-    model = Model(config.model, config.views)
+    model = EncoderProjector(config)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "projector.last" not in name)
     some, twice = (estimate_memory(config, views, CPU).kept for views in (10, 20))
     assert 2 * some - twice == pytest.approx(2 * matrices, rel=0.05)
@@ -39,7 +39,7 @@ def test_copies_of_the_weights_count_once_whatever_the_number_of_views(tiny_conf
 def test_memory_is_what_an_eager_step_keeps(tiny_config: Path) -> None:
     """Against the storages that a real forward keeps alive."""
     config = load_config(tiny_config, ["--precision", "bf16"])
-    model, kept = Model(config.model, config.views), {}
+    model, kept = EncoderProjector(config), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor

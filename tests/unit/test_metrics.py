@@ -15,33 +15,43 @@ from PIL import Image
 from tests.conftest import ROOT
 from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks
+from trainer.methods.method import Method
+from trainer.methods.wmse.method import WMSE
 from trainer.metrics import (
-    AGREED,
     Clock,
     DelayedMetrics,
     MetricSums,
     MetricsWriter,
+    all_metrics,
     count_bad_images,
     describe_line,
     effective_rank,
 )
 from trainer.run.tensorboard import Board, draw_evaluation
-from trainer.step import StepResult
+from trainer.step import RankFlags, StepResult
 
 CPU = torch.device("cpu")
 
 
-def result(loss: float, *, failed: bool = False, pivot: float = 0.5) -> StepResult:
-    agreed = torch.tensor([3 * failed, 0, 0])
-    return StepResult(torch.tensor(loss), torch.randn(8, 3), torch.tensor(pivot), agreed[0] > 0, agreed)
+class OnlyMetrics(Method):
+    metrics = WMSE.metrics
+
+
+def result(loss: float, *, skipped: bool = False, pivot: float = 0.5) -> StepResult:
+    metrics = {"min_pivot": torch.tensor(pivot)}
+    return StepResult(torch.tensor(loss), metrics, torch.randn(8, 3), torch.tensor(skipped), flags(3 * skipped, 0, 0))
+
+
+def flags(*values: int) -> RankFlags:
+    return RankFlags(*torch.tensor(values, dtype=torch.int32).unbind())
 
 
 def line(step: int, loss: float = 1.0, **more: float) -> dict[str, Any]:
-    """A record as `DelayedMetrics.take` hands it out."""
+    """A record as `DelayedMetrics.ready` hands it out."""
     known = Clock(16, 2, 10, step - 1, 40).line(step)
     rest = {"lr": 0.1, "memory_gib": 1.0, "memory_limit_gib": 8.0, "skipped_images": 1}
     metrics = {"loss": loss, "effective_rank": 3.0, "min_pivot": 0.5, "skipped_steps": 0.0}
-    return {"step": step, **dict.fromkeys(AGREED, 0.0), **known, **rest, **metrics, **more}
+    return {"step": step, **dict.fromkeys(RankFlags._fields, 0.0), **known, **rest, **metrics, **more}
 
 
 def lines_in(run_dir: Path) -> list[dict[str, Any]]:
@@ -56,9 +66,9 @@ def test_effective_rank_is_k_for_white_and_1_on_a_line() -> None:
     assert effective_rank(torch.randn(64, 1) * torch.ones(1, 6), Ranks()).item() == pytest.approx(1)
 
 
-def test_failed_steps_do_not_count_in_the_mean() -> None:
-    sums = MetricSums(CPU)
-    for step in (result(1.0), result(float("nan"), failed=True, pivot=0.0), result(3.0, pivot=0.2)):
+def test_skipped_steps_do_not_count_in_the_mean() -> None:
+    sums = MetricSums(WMSE.metrics, CPU)
+    for step in (result(1.0), result(float("nan"), skipped=True, pivot=0.0), result(3.0, pivot=0.2)):
         sums.add(step)
     taken = sums.take(torch.randn(8, 3), Ranks())
     assert (taken["loss"], taken["skipped_steps"], taken["min_pivot"]) == (2.0, 1.0, 0.0)
@@ -68,7 +78,7 @@ def test_failed_steps_do_not_count_in_the_mean() -> None:
 
 
 def test_sums_go_through_a_checkpoint() -> None:
-    sums, other = MetricSums(CPU), MetricSums(CPU)
+    sums, other = MetricSums(WMSE.metrics, CPU), MetricSums(WMSE.metrics, CPU)
     sums.add(result(1.0, pivot=0.1))
     other.load(sums.state(Ranks()))
     other.add(result(2.0))
@@ -77,25 +87,21 @@ def test_sums_go_through_a_checkpoint() -> None:
     assert taken["min_pivot"].item() == pytest.approx(0.1)
 
 
-def agreed(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def test_late_counts_steps_whether_or_not_they_are_logged() -> None:
     late = DelayedMetrics(2)
-    late.put(10, agreed(0, 0, 1), {"lr": 0.1}, {"loss": torch.tensor(1.5)})
-    late.put(11, agreed(7, 0, 0), {}, {})
-    assert late.take(11) == []
-    assert late.take(12) == [{"step": 10, "lr": 0.1, "fault": 0, "stop": 0, "save": 1, "loss": 1.5}]
-    assert late.take(12) == []
-    assert late.take() == [{"step": 11, "fault": 7, "stop": 0, "save": 0}]
+    late.add(10, flags(0, 0, 1), {"lr": 0.1}, {"loss": torch.tensor(1.5)})
+    late.add(11, flags(7, 0, 0), {}, {})
+    assert late.ready(11) == []
+    assert late.ready(12) == [{"step": 10, "lr": 0.1, "fault": 0, "stop": 0, "save": 1, "loss": 1.5}]
+    assert late.ready(12) == []
+    assert late.ready() == [{"step": 11, "fault": 7, "stop": 0, "save": 0}]
 
 
 def test_values_are_those_at_the_time() -> None:
-    late, values = DelayedMetrics(0), agreed(1, 0, 0)
-    late.put(1, values, {}, {})
+    late, values = DelayedMetrics(0), torch.tensor([1, 0, 0])
+    late.add(1, RankFlags(*values.unbind()), {}, {})
     values.fill_(2)
-    assert late.take(1)[0]["fault"] == 1
+    assert late.ready(1)[0]["fault"] == 1
 
 
 class Hand:
@@ -135,13 +141,15 @@ def test_the_log_line_of_a_long_run() -> None:
     values = line(3900, 0.8123, epoch=12.5, lr=5.93, images_per_s=1690.4, views_per_s=6761.6, seconds_per_step=0.6059,
                   data_wait=0.02, memory_gib=42.1, memory_limit_gib=79.6, effective_rank=61.2, min_pivot=0.0123,
                   eta_seconds=16690.2, skipped_images=0)  # fmt: skip
-    assert describe_line(values, 31200, 100) == (
+    assert describe_line(values, all_metrics(WMSE.metrics), 31200, 100) == (
         "epoch 12/100  step 3900/31200  loss 0.812  lr 5.93  1690 img/s  6762 views/s  0.606 s/step  data 2%  "
         "mem 42.1/80 GiB  eff. rank 61.2  min pivot 1.2e-02  ETA 4:38:10"
     )
-    text = describe_line(values | {"loss": None, "skipped_steps": 20, "skipped_images": 3}, 31200, 100)
+    text = describe_line(
+        values | {"loss": None, "skipped_steps": 20, "skipped_images": 3}, all_metrics(WMSE.metrics), 31200, 100
+    )
     assert "loss" not in text
-    assert "failed steps 20  bad images 3" in text
+    assert "skipped steps 20  skipped images 3" in text
 
 
 def test_bad_images_of_all_ranks_are_counted_once(tmp_path: Path) -> None:
@@ -158,20 +166,20 @@ def test_bad_images_of_all_ranks_are_counted_once(tmp_path: Path) -> None:
 
 def test_a_line_is_there_at_once(tmp_path: Path) -> None:
     """A run that is killed has left all of its lines."""
-    writer = MetricsWriter(tmp_path, 0, 10, 4)
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
     writer.write(line(1))
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
     writer.close()
 
 
 def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 10, 4)
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
     for step in (2, 4, 6):
         writer.write(line(step))
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
-    writer = MetricsWriter(tmp_path, 4, 10, 4)
+    writer = MetricsWriter(tmp_path, 4, 10, 4, OnlyMetrics())
     writer.write(line(6, float("nan"), skipped_steps=2.0, min_pivot=0.0, effective_rank=float("nan")))
     writer.close()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
@@ -185,7 +193,7 @@ def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> No
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first in range(0, 20, 2):
-        writer = MetricsWriter(tmp_path, first, 30, 4, Board(tmp_path, first, Config()))
+        writer = MetricsWriter(tmp_path, first, 30, 4, OnlyMetrics(), Board(tmp_path, first, Config()))
         for step in range(first + 1, first + 5):
             writer.write(line(step, float(step)))
         writer.close()
@@ -195,7 +203,7 @@ def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> No
 
 def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It takes half of the first line, nothing of the second, and is empty again for the third."""
-    writer = MetricsWriter(tmp_path, 0, 10, 4)
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
     file, room = writer._file, [20, 0, 0, 10_000]
 
     def write(data: bytes) -> int:
@@ -218,7 +226,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
 
     config = Config()
     views = torch.arange(4 * 3 * 3 * 8 * 8).remainder(256).to(torch.uint8).view(12, 3, 8, 8)  # 4 views of 3 images
-    writer = MetricsWriter(tmp_path, 0, 30, 4, Board(tmp_path, 0, config))
+    writer = MetricsWriter(tmp_path, 0, 30, 4, OnlyMetrics(), Board(tmp_path, 0, config))
     for step in (1, 2):
         writer.show_step(step, views)
         writer.write(line(step, float("nan")))
@@ -240,7 +248,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
 
 
 def test_every_field_is_documented(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 10, 4)
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
     writer.write(line(1))
     writer.close()
     table = (ROOT / "docs" / "metrics.md").read_text().partition("| field |")[2].partition("##")[0]
@@ -251,5 +259,5 @@ def test_every_field_is_documented(tmp_path: Path) -> None:
 def test_a_line_that_is_no_record_is_dropped(odd: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + odd.encode("utf-8", "surrogateescape") + b"\n")
-    MetricsWriter(tmp_path, 4, 10, 4).close()
+    MetricsWriter(tmp_path, 4, 10, 4, OnlyMetrics()).close()
     assert path.read_text() == '{"step": 1}\n'

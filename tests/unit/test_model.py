@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config.schema import ModelConfig, ViewsConfig
+from trainer.config.schema import Config, ModelConfig, ViewsConfig
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.models.batch_norm import ViewBatchNorm
-from trainer.models.networks import Model, Normalize, Projector, build_encoder
+from trainer.models.encoder import Normalize, build_encoder
+from trainer.models.networks import EncoderProjector, build_encoder_projector
+from trainer.models.projector import Projector
 
 TINY = ModelConfig(backbone="test_resnet", projector="mlp", projector_hidden=(16,), embedding_size=8)
 
@@ -42,7 +45,7 @@ def test_mlp_projector() -> None:
 
 
 def test_last_layer_is_float32_under_autocast() -> None:
-    model = Model(TINY, ViewsConfig())
+    model = EncoderProjector(Config(model=TINY, views=ViewsConfig()))
     pixels = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.projector.hidden(model.encoder(model.normalize(pixels)))
@@ -55,21 +58,25 @@ def test_last_layer_is_float32_under_autocast() -> None:
 @pytest.mark.parametrize(("over", "group"), [("local", None), ("all", "everyone")])
 def test_statistics_over_ranks_only_where_asked_for(over: str, group: str | None) -> None:
     config = replace(TINY, batch_norm_ranks=over, encoder_batch_norm="per_view", projector_batch_norm="per_view")
-    norms = [m for m in Model(config, ViewsConfig(), "everyone", 2).modules() if isinstance(m, ViewBatchNorm)]
+    norms = [
+        m
+        for m in build_encoder_projector(Config(model=config), Ranks(0, 2), "everyone").modules()
+        if isinstance(m, ViewBatchNorm)
+    ]
     assert {m.group_name for m in norms} == {group}
 
 
 @pytest.mark.parametrize("stem", ["imagenet", "small"])
 def test_kernels_are_channels_last(stem: str) -> None:
     """As the pixels are; else each convolution copies, and DDP warns of strides that do not match."""
-    model = Model(replace(TINY, stem=stem), ViewsConfig())
+    model = EncoderProjector(Config(model=replace(TINY, stem=stem)))
     kernels = [p for p in model.parameters() if p.ndim == 4]
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
 
 
 def test_every_parameter_gets_a_gradient() -> None:
     """DDP waits for ever for one that does not, such as an unused classifier."""
-    model = Model(replace(TINY, zero_init_last=False), ViewsConfig())
+    model = EncoderProjector(Config(model=replace(TINY, zero_init_last=False)))
     model(torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -78,7 +85,11 @@ def test_checkpointed_activations_give_the_same_gradient() -> None:
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        model = Model(replace(TINY, zero_init_last=False, activation_checkpointing=checkpointing), ViewsConfig())
+        model = EncoderProjector(
+            Config(
+                model=replace(TINY, zero_init_last=False, activation_checkpointing=checkpointing), views=ViewsConfig()
+            )
+        )
         model.double()
         assert model.encoder.grad_checkpointing is checkpointing
         torch.manual_seed(1)
@@ -107,7 +118,9 @@ def test_stem_of_a_backbone_that_has_none() -> None:
 
 
 def test_compiled_model_is_one_graph_with_views_and_its_names_stay_plain() -> None:
-    model = Model(replace(TINY, zero_init_last=False, encoder_batch_norm="per_view"), ViewsConfig(num_views=2))
+    model = EncoderProjector(
+        Config(model=replace(TINY, zero_init_last=False, encoder_batch_norm="per_view"), views=ViewsConfig(num_views=2))
+    )
     names = set(model.state_dict())
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     expected = model(pixels)
@@ -121,7 +134,9 @@ def test_compiled_model_is_one_graph_with_views_and_its_names_stay_plain() -> No
 def test_pixels_stay_channels_last_up_to_the_pool(norm: str, ranks: str, group_of_one: str) -> None:
     """One layer that turned them would cost a copy of its whole input, forward and backward, on a GPU."""
     config = replace(TINY, encoder_batch_norm=norm, batch_norm_ranks=ranks)
-    model = Model(config, ViewsConfig(num_views=2), group_of_one, 2 if ranks == "all" else 1)
+    model = EncoderProjector(
+        Config(model=config, views=ViewsConfig(num_views=2)), group_of_one, 2 if ranks == "all" else 1
+    )
     turned = []
 
     def look(name: str, tensor: torch.Tensor) -> None:

@@ -31,7 +31,9 @@ SHAPING = (
     "data.max_image_pixels",
     "views.",
     "model.",
-    "loss.",
+    "method",
+    "wmse.",
+    "simclr.",
     "optimizer.",
 )
 FREE = (
@@ -117,7 +119,7 @@ def fill(value: float, *path: Any) -> Callable[[Content], Any]:
     return change
 
 
-PARTS = ("step", "model", "optimizer", "config", "plan_version", "data", "world_size", "loss_sums", "format")
+PARTS = ("step", "model", "optimizer", "config", "plan_version", "data", "world_size", "metric_sums", "format")
 BROKEN: dict[str, Callable[[Content], Any]] = {
     **{f"no {part}": put(part, value=...) for part in PARTS},
     **{f"{part} is a text": put(part, value="odd") for part in PARTS},
@@ -147,8 +149,8 @@ BROKEN: dict[str, Callable[[Content], Any]] = {
     "a setting that is a tensor": put("config", "seed", value=torch.zeros(2)),
     "no fingerprint": put("data", "fingerprint", value=...),
     "a count of images that is a text": put("data", "images", value="many"),
-    "sums of another length": put("loss_sums", "sums", value=torch.zeros(7, dtype=torch.float64)),
-    "no smallest pivot": put("loss_sums", "min_pivot", value=...),
+    "sums of another length": put("metric_sums", "sums", value=torch.zeros(7, dtype=torch.float64)),
+    "no smallest values": put("metric_sums", "smallest", value=...),
     "a list": lambda content: [content],
     "a tensor": lambda content: torch.zeros(3),
     "nothing": lambda content: {},
@@ -187,7 +189,7 @@ def resume_from(run: Run, folder: Path, contents: dict[int, Any]) -> int:
     run.checkpoints.mkdir(exist_ok=True)
     for step, content in contents.items():
         write_checkpoint(run, step, content)
-    return resume(run, MetricSums(run.device))
+    return resume(run, MetricSums(run.step.method.metrics, run.device))
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +274,7 @@ def test_ranks_that_find_different_checkpoints_do_not_go_on(run: Run, monkeypatc
     monkeypatch.setattr("trainer.run.resume._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("trainer.run.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
     with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, others those of 0 to 4"):
-        resume(run, MetricSums(run.device))
+        resume(run, MetricSums(run.step.method.metrics, run.device))
 
 
 def test_a_checkpoint_that_shows_up_late_is_waited_for(
@@ -291,5 +293,5 @@ def test_a_checkpoint_that_shows_up_late_is_waited_for(
     monkeypatch.setattr(
         "trainer.run.resume.agree", lambda v, ranks: torch.maximum(v, torch.tensor([4, -4])) if len(v) == 2 else v
     )
-    assert resume(run, MetricSums(run.device)) == 4
+    assert resume(run, MetricSums(run.step.method.metrics, run.device)) == 4
     assert len(looks) == 3

@@ -16,7 +16,8 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.unit.test_checkpoint import files_up_to
-from trainer.models.batch_norm import BatchNormStatistics, stop_counting_batches
+from trainer.models.batch_norm import stop_counting_batches
+from trainer.models.untrained_state import UntrainedState
 from trainer.run import saver as saver_module
 from trainer.run.checkpoint import load_checkpoint, load_newest
 from trainer.run.checkpoint_files import checkpoint_path, list_checkpoints
@@ -200,7 +201,7 @@ def test_each_tensor_has_storage_of_its_own(saver: Saver, tmp_path: Path) -> Non
         nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
     )
     stop_counting_batches(model)
-    BatchNormStatistics(model)
+    UntrainedState(model)
     saver.save({"step": 1, "model": model.state_dict()})
     saver.wait()
     state = load_checkpoint(checkpoint_path(tmp_path, 1))["model"]

@@ -16,11 +16,12 @@ from torch import nn
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 from trainer.data.index import open_index
-from trainer.data.plan import slice_permutations
+from trainer.data.run_images import open_cache
 from trainer.distributed.geometry import check_set_size, indivisible_images, micro_batches
-from trainer.distributed.ranks import ImageRange, Ranks
+from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.setup import Run, open_cache, set_up
+from trainer.models.compile import compile_networks
+from trainer.setup import Run, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
@@ -28,25 +29,10 @@ def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
     return set_up(config, Ranks(), torch.device("cpu"), tiny_config.parent)
 
 
-def test_a_slice_group_permutes_its_own_rows(tiny_set: Path, tiny_config: Path) -> None:
-    """The second of two groups of a step of 32 images takes its half of the step's orders, counted from its first image."""
-    sizes = ("--data.images_per_step", "32", "--wmse.iterations", "3", "--wmse.permutation_block", "16", "--seed", "5")
-    run = replace(run_of(tiny_set, tiny_config, *sizes), group_rows=ImageRange(16, 16))
-    for step in (0, 7):
-        whole = slice_permutations(5, step, 32, 3, 16)
-        orders = run.permutations(step)
-        assert orders.tolist() == (whole[:, 16:] - 16).tolist()
-        assert orders.sort(dim=1).values.tolist() == [list(range(16))] * 3
-    assert not torch.equal(0, run.permutations(7))
-
-
-def test_one_iteration_keeps_the_order(tiny_set: Path, tiny_config: Path) -> None:
-    assert run_of(tiny_set, tiny_config).permutations(3).tolist() == [list(range(16))]
-
-
 def test_the_seed_decides_the_initial_weights(tiny_set: Path, tiny_config: Path) -> None:
     first, again, other = (
-        run_of(tiny_set, tiny_config, "--seed", seed).model.projector.last.weight for seed in ("1", "1", "2")
+        run_of(tiny_set, tiny_config, "--seed", seed).step.method.networks.projector.last.weight
+        for seed in ("1", "1", "2")
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -55,17 +41,23 @@ def test_the_seed_decides_the_initial_weights(tiny_set: Path, tiny_config: Path)
 def test_settings_reach_the_parts_they_are_for(tiny_set: Path, tiny_config: Path) -> None:
     words = ("--views.num_views", "3", "--precision", "bf16", "--wmse.eps", "0.1", "--max_steps", "100")
     run = run_of(tiny_set, tiny_config, *words)
-    assert (run.step.num_views, run.step.autocast_dtype, run.step.loss) == (3, torch.bfloat16, run.config.wmse)
+    assert (run.step.num_views, run.step.autocast_dtype) == (3, torch.bfloat16)
     assert run.planner.steps_per_epoch == 3
     assert run.end_step == run.schedule.total_steps == 9  # max_steps does not make a run longer
 
 
 def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path, tiny_config: Path) -> None:
     words = ("--data.images_per_step", "48", "--optimizer.accumulation_steps", "3")
-    assert run_of(tiny_set, tiny_config, *words).step.accumulation_steps == 3
-    config = load_config(tiny_config, [*words, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
-    with pytest.raises(InputError, match=r"accumulation_steps is 3: the 48 images .*multiples of 48 images.*; take 1$"):
-        micro_batches(config, 48)
+    assert run_of(tiny_set, tiny_config, *words).step.micro_batches == 3
+    config = load_config(tiny_config, words)
+    with pytest.raises(
+        InputError, match=r"accumulation_steps is 3: the 32 images .*multiples of 16 images.*; take 1, 2$"
+    ):
+        micro_batches(config, 32)
+    with pytest.raises(
+        InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, which wmse needs.*; take 1$"
+    ):
+        load_config(tiny_config, [*words, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
 
 
 def test_blocks_are_kept_together_only_where_they_are_permuted(tiny_config: Path) -> None:
@@ -118,14 +110,14 @@ def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(
     def fail() -> None:
         raise RuntimeError("another rank is gone")
 
-    monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("trainer.data.run_images.SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("torch.distributed.barrier", fail)
     config = load_config(tiny_config, ["--data.decode_cache_gib", "1"])
     index = open_index(tiny_set, "train")
     with pytest.raises(RuntimeError, match="another rank is gone"):
         open_cache(config, index, Ranks(0, 2))
     assert not list(tmp_path.glob("wmse_*"))
-    monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr("trainer.data.run_images.SHARED_MEMORY", tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"can't get 0\.\d+ MiB of shared memory in .*nowhere \(No such file"):
         open_cache(config, index, Ranks())
 
@@ -137,7 +129,7 @@ def test_read_only_shared_memory_is_reported_and_its_clean_up_hides_no_error(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     config, index = load_config(tiny_config, ["--data.decode_cache_gib", "1"]), open_index(tiny_set, "train")
-    monkeypatch.setattr("trainer.setup.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("trainer.data.run_images.SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("os.unlink", refuse)
     monkeypatch.setattr("trainer.data.decode_cache.os.open", refuse)
     with pytest.raises(InputError, match=r"shared memory in .* \(Read-only file system\)"):
@@ -160,7 +152,7 @@ def test_what_the_compiler_is_told(
     """Inductor alone would start up to 32 processes for each rank of a node."""
     told: dict[str, Any] = {}
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: told.update(options))
-    monkeypatch.setattr("trainer.setup.own_cores", lambda: 3)
+    monkeypatch.setattr("trainer.models.compile.own_cores", lambda: 3)
     config = replace(Config(), model=replace(Config().model, activation_memory_budget=0.7), **settings)
     with torch._inductor.config.patch(compile_threads=1), torch._functorch.config.patch(activation_memory_budget=1.0):
         compile_networks(nn.Linear(1, 1), config, torch.device("cuda" if on_gpu else "cpu"))

@@ -32,6 +32,9 @@ class MethodSettings:
         """Describe what the method does in a step, for the log and the dry run."""
         return []
 
+    def check_device(self, config: Config, device: torch.device) -> None:
+        """Raise InputError if the method can't do on this device what the settings ask for. Called before anything is read."""
+
     def build(
         self,
         config: Config,

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends import why_not
 from trainer.config.schema import Config
 from trainer.data.plan import slice_permutations
 from trainer.distributed.gather import gather_rows
 from trainer.distributed.ranks import ImageRange, Ranks
-from trainer.errors import InputError
 from trainer.losses.wmse import wmse_loss_with_status
 from trainer.methods.method import LossOutput, Method
 from trainer.metric import Metric
@@ -35,11 +33,7 @@ class WMSE(Method):
     def __init__(
         self, config: Config, ranks: Ranks, device: torch.device, loss_group: Any, batch_norm_group: str | None
     ) -> None:
-        """See `MethodSettings.build`. Raises InputError if the whitening backend can't do what the settings ask for."""
-        settings = config.wmse
-        reason = why_not(settings.backend, device.type, config.model.embedding_size, settings.cholesky_float64)
-        if reason:
-            raise InputError(f"wmse.backend {settings.backend} {reason}: set wmse.backend to auto or torch")
+        """See `MethodSettings.build`."""
         self.networks = build_encoder_projector(config, ranks, batch_norm_group).to(device)
         self.checks = tuple(f"a slice of view {view} can't be whitened" for view in range(config.views.num_views))
         self._config = config

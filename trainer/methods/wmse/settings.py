@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config.setting import setting
+from trainer.errors import InputError
 from trainer.methods.settings import MethodSettings
 
 if TYPE_CHECKING:
@@ -68,6 +69,14 @@ class WMSESettings(MethodSettings):
         slices = config.data.images_per_step // self.slice_size * config.views.num_views * self.iterations
         return [f"whitening: {slices} slices of {self.slice_size} x {config.model.embedding_size} a step"]
 
+    def check_device(self, config: Config, device: torch.device) -> None:
+        """Raise InputError if the whitening backend can't do on this device what the settings ask for."""
+        from kernels.backends import why_not
+
+        reason = why_not(self.backend, device.type, config.model.embedding_size, self.cholesky_float64)
+        if reason:
+            raise InputError(f"wmse.backend {self.backend} {reason}: set wmse.backend to auto or torch")
+
     def build(
         self,
         config: Config,
@@ -77,7 +86,7 @@ class WMSESettings(MethodSettings):
         loss_group: Any = None,
         batch_norm_group: str | None = None,
     ) -> Method:
-        """Build W-MSE. Raises InputError if the whitening backend can't do on this device what the settings ask for."""
+        """Build W-MSE."""
         from trainer.methods.wmse.method import WMSE
 
         return WMSE(config, ranks, device, loss_group, batch_norm_group)
