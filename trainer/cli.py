@@ -146,7 +146,8 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
     if own.dry_run:
         from trainer.tools.dry_run import dry_run
 
-        print("\n".join(dry_run(config, ranks)))
+        for line in dry_run(config, ranks):
+            print(line, flush=True)
         return DONE
     if own.ranks is not None:
         raise InputError("--ranks is for --dry_run; start several ranks with torchrun --nproc_per_node or srun")

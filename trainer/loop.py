@@ -19,7 +19,7 @@ from trainer.config.loading import save_config
 from trainer.config.schema import Config, flatten
 from trainer.data.loader import Batch, ViewLoader
 from trainer.data.plan import PLAN_VERSION
-from trainer.distributed.device import choose_device, memory_gib
+from trainer.distributed.device import choose_device, compiles, memory_gib
 from trainer.distributed.geometry import usable_ranks
 from trainer.distributed.peers import is_of_lost_rank
 from trainer.distributed.process_group import peers, process_group, step_seconds
@@ -66,18 +66,21 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
             stack.enter_context(lock_run_folder(run_dir, wait_seconds=_LOCK_SECONDS if ranks.restarts else 0.0))
             start_logging(run_dir, ranks.rank)
             state.start(config.max_idle_restarts)
-            stop.before_exit = state.preempted
+            stop.before_exit = lambda: _note_signal(state)
             stack.enter_context(state.heartbeat(stop))
 
         try:
             facts = {**flatten(config), "commit": git_commit(), "plan version": PLAN_VERSION, "problem": problem}
-            with process_group(
-                config,
-                ranks,
-                device,
-                facts=facts,
-                first=open_folder,
-                before_exit=lambda failure: state.lost_rank(*failure),
+            with (
+                process_group(
+                    config,
+                    ranks,
+                    device,
+                    facts=facts,
+                    first=open_folder,
+                    before_exit=lambda failure: state.lost_rank(*failure),
+                ),
+                _failure_told_at_once(state),
             ):
                 run = set_up(config, ranks, device, run_dir)
                 run.sources = sources or {}
@@ -92,6 +95,15 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
             if not ranks.is_first:
                 note_lost_rank_0(run_dir, error)
             return exit_code_of(error)
+
+
+def _note_signal(state: RunState) -> None:
+    """Write why a signal ends the process before the loop: a launcher ends all ranks when one has failed."""
+    failure = peers().ask()
+    if failure:
+        state.lost_rank(*failure)
+    else:
+        state.preempted()
 
 
 def _device(config: Config, ranks: Ranks) -> tuple[torch.device, str]:
@@ -134,7 +146,7 @@ def train(
         # --- steps ---
         watchdog.doing(f"waits for the images of step {first_step}", limit=file_seconds)
         for batch in loader:
-            watchdog.doing(f"makes step {batch.step}, or waits for another rank in it", limit=limits.seconds(batch))
+            watchdog.doing(limits.describe(batch), limit=limits.seconds(batch))
             learning_rate = run.schedule.learning_rate(batch.step)
             save_due = ranks.is_first and saves.minutes_due()
             result = run.step(batch.views, batch.step, learning_rate, stop=stop.level, save=save_due)
@@ -283,6 +295,12 @@ class _StepLimits:
 
     def __init__(self, run: Run) -> None:
         self._run, self._size, self._long_until = run, 0, 0
+
+    def describe(self, batch: Batch) -> str:
+        """Say what the step does, for the watchdog's messages."""
+        compiling = compiles(self._run.config, self._run.device) and batch.views.shape[-1] != self._size
+        first = " (the first at this size of the views is compiled, which takes minutes)" if compiling else ""
+        return f"makes step {batch.step}{first}, or waits for another rank in it"
 
     def seconds(self, batch: Batch) -> float | None:
         """Return the limit of a step; the first step at each size of the views may compile, and the host notices two steps

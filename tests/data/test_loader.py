@@ -187,6 +187,9 @@ def on_a_gpu(index: Index, monkeypatch: pytest.MonkeyPatch, notes: list[str]) ->
     """A loader that believes to be on one: its buffer is the CPU's, and its events note what is done with them."""
 
     class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking  # a wait that spins would take a core
+
         def record(self, stream: str) -> None:
             assert stream == "torch's"
             self.number = notes[-1].removeprefix("copy ")

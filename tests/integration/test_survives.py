@@ -213,6 +213,34 @@ def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(kind: str, struck: int
     assert re.search(rf"this rank ends, because rank {struck} on \S+ failed: .*what went wrong", outputs[1 - struck])
 
 
+SET_UP_FAILS = """
+import os, sys, time
+import trainer.loop
+
+def set_up(*_):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("no room")
+    time.sleep(20)
+
+trainer.loop.set_up = set_up
+from trainer.cli import main
+sys.exit(main())
+"""
+
+
+def test_a_failure_before_the_first_step_is_no_preemption_under_torchrun(
+    command: Callable[..., Words], tmp_path: Path
+) -> None:
+    """torchrun ends rank 0 by a signal, before rank 0 has heard that rank 1 failed."""
+    script = tmp_path / "set_up_fails.py"
+    script.write_text(SET_UP_FAILS)
+    done = run(str(script), *map(str, command()), ranks=2)
+    assert done.returncode == 1
+    found = json.loads((tmp_path / "run" / "state.json").read_text())
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+    assert "no room" in found["message"]
+
+
 def test_torchrun_ends_all_and_prints_the_first_traceback_last(command: Callable[..., Words]) -> None:
     done = run("-m", "tests.faults", '{"on_rank": 1, "raise_at_step": 3}', *map(str, command()), ranks=2)
     assert done.returncode == 1

@@ -149,3 +149,45 @@ def test_one_process_alone_tells_nobody() -> None:
         alone.check(None)
     with pytest.raises(FileNotFoundError):
         alone.check(FileNotFoundError(2, "No such file", "/x"))
+
+
+def test_rank_0_waits_for_no_rank_that_failed_by_itself(store: dist.Store) -> None:
+    first, second = of_rank(store, 0), of_rank(store, 1)
+    for peers in (first, second):
+        peers.tell(RuntimeError("the same on both"))
+    began = time.monotonic()
+    first.wait_until_heard()
+    assert time.monotonic() - began < 0.15  # the limit is 0.2
+
+
+def test_what_all_ranks_have_checked_together_is_not_told_again(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = [of_rank(store.clone(), rank) for rank in range(2)]  # a wait holds up a shared connection
+
+    def check(peers: Peers, error: InputError | None) -> None:
+        with pytest.raises(InputError, match="no folder"):
+            peers.check(error)
+        peers.tell(InputError("the verdict"))
+
+    threads = [
+        threading.Thread(target=check, args=(ranks[0], None)),
+        threading.Thread(target=check, args=(ranks[1], InputError("no folder /x"))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert "tells the other ranks" not in caplog.text
+    assert not store.check(["failure"])
+
+
+def test_a_failure_can_be_asked_for_while_the_main_thread_waits(store: dist.Store) -> None:
+    first, second = of_rank(store, 0), of_rank(store, 1)
+    assert first.ask() is None
+    with first.watched(lambda failure: None):
+        second.tell(InputError("no folder /x"))
+        failure = first.ask()
+    assert failure is not None
+    assert failure.exit_code == 2

@@ -99,12 +99,21 @@ def test_a_warm_up_longer_than_the_run_is_warned_of(tiny_config: Path) -> None:
     long = load_config(tiny_config, ["--optimizer.warmup_steps", "9", "--data.expected_images", "48"])
     (warning,) = plan_warnings(long, 48)
     assert "the warm-up of 9 steps is not shorter than the run of 9" in warning
-    assert f"warning: {warning}" in dry_run(long, 1)
+    assert f"warning: {warning}" in list(dry_run(long, 1))
     assert plan_warnings(long, 64) == []
 
 
 def test_a_dry_run_needs_a_set_or_its_size(tiny_config: Path) -> None:
     with pytest.raises(InputError, match=r"data\.expected_images is 0"):
-        dry_run(load_config(tiny_config, []), 1)
+        list(dry_run(load_config(tiny_config, []), 1))
     with pytest.raises(InputError, match="has 15 images, but one step takes"):
-        dry_run(load_config(tiny_config, ["--data.expected_images", "15"]), 1)
+        list(dry_run(load_config(tiny_config, ["--data.expected_images", "15"]), 1))
+
+
+def test_a_dry_run_warns_and_refuses_as_the_run_does(tiny_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    words = ["--data.expected_images", "48"]
+    lines = list(dry_run(load_config(tiny_config, [*words, "--autotune", "true"]), 1))
+    assert "warning: autotune has no effect on a CPU" in lines
+    with pytest.raises(InputError, match="backend triton needs an NVIDIA GPU"):
+        list(dry_run(load_config(tiny_config, [*words, "--wmse.backend", "triton"]), 1))

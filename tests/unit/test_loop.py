@@ -58,3 +58,14 @@ def test_the_steps_in_which_some_rank_may_compile_have_a_longer_limit(
     for step, size in enumerate([16, 16, 16, 16, 32, 32, 32, 32], 7):
         limits.seconds(Batch(step, torch.empty(1, 3, size, size), np.arange(1), 0.0))
     assert asked == 2 * [True, True, True, False]
+
+
+def test_the_watchdog_says_that_the_first_step_at_a_size_is_compiled(tiny_set: Path, tiny_config: Path) -> None:
+    run = run_of(tiny_set, tiny_config)
+    limits = _StepLimits(replace(run, config=replace(run.config, compile="true")))
+    said = []
+    for step in (7, 8):
+        batch = Batch(step, torch.empty(1, 3, 16, 16), np.arange(1), 0.0)
+        said.append(limits.describe(batch))
+        limits.seconds(batch)
+    assert ["is compiled" in text for text in said] == [True, False]

@@ -62,7 +62,9 @@ class Peers:
     def __init__(self, store: dist.Store | None = None, ranks: Ranks | None = None) -> None:
         self._store, self._ranks = store, ranks or Ranks()
         self._told = False
+        self._all_know = False
         self._checks = 0
+        self._watcher: Peers | None = None
         self.heard: Failure | None = None
         """The failure of another rank that the thread has found."""
         self.is_saving: Callable[[], bool] = lambda: False
@@ -71,7 +73,7 @@ class Peers:
     def tell(self, error: BaseException) -> None:
         """Log that this rank fails and tell the others. Only the first failure of a job counts: not the errors of collectives
         that follow from it."""
-        if self._store is None or self._told or is_of_lost_rank(error):
+        if self._store is None or self._told or self._all_know or is_of_lost_rank(error):
             return
         self._told = True
         store, what = self._store, _in_words(error)
@@ -80,6 +82,7 @@ class Peers:
         def set_first() -> None:
             with suppress(RuntimeError):  # the store has gone with rank 0
                 store.compare_set(_FAILURE_KEY, "", json.dumps(failure))
+                store.set(f"{_READ_KEY}/{self._ranks.rank}", "")  # this rank ends by itself
 
         aside(set_first)  # before the log line, whose file system may be what hangs
         aside(lambda: _log.error("rank %d fails and tells the other ranks: %s", self._ranks.rank, what))
@@ -101,6 +104,14 @@ class Peers:
                 self.heard = Failure(*json.loads(self._store.get(_FAILURE_KEY)))
                 self._store.set(f"{_READ_KEY}/{self._ranks.rank}", "")
 
+    def ask(self) -> Failure | None:
+        """Look once more, and return the failure that another rank has told, if any. For other threads than the main one, which
+        may hold the store's connection."""
+        if self.heard is None and self._watcher is not None:
+            self._watcher.look()
+            self.heard = self._watcher.heard
+        return self.heard
+
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error itself, or for a collective that failed a LostRankError with what the other rank has told."""
         if not is_of_lost_rank(error) or isinstance(error, LostRankError):
@@ -115,7 +126,8 @@ class Peers:
             yield
             return
         ended = threading.Event()
-        own = Peers(self._store.clone(), self._ranks)  # a wait of the main thread would hold up a shared connection
+        # a wait of the main thread would hold up a shared connection
+        own = self._watcher = Peers(self._store.clone(), self._ranks)
         threading.Thread(target=self._watch, args=(own, ended, before_exit), name="peers", daemon=True).start()
         try:
             yield
@@ -151,7 +163,11 @@ class Peers:
         self._checks += 1
         store = dist.PrefixStore(f"check {self._checks}", self._store)
         problem = "" if error is None else _in_words(error)
-        compare_ranks(store, self._ranks, {"problem": problem}, _LONGEST_WORK, lambda: None)
+        try:
+            compare_ranks(store, self._ranks, {"problem": problem}, _LONGEST_WORK, lambda: None)
+        except InputError:
+            self._all_know = True
+            raise
 
 
 def _in_words(error: BaseException) -> str:

@@ -141,7 +141,7 @@ class RunState:
         """Write that an error ends the run, unless this rank never came to hold the folder. The first call's message stays."""
         if not self._fields:
             return
-        message = "; ".join(str(error).split("\n"))[:_MESSAGE_LENGTH] or type(error).__name__
+        message = " ".join(str(error).split())[:_MESSAGE_LENGTH] or type(error).__name__
         self.ended("failed", exit_code_of(error), message=message)
         if self._fields["status"] == "failed":
             self.write(step=newest_step(self._run_dir))  # a checkpoint may have been finished since the first call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from trainer.distributed.geometry import check_set_size
 from trainer.distributed.ranks import launch_warnings
 from trainer.errors import InputError
 from trainer.run.commit import git_commit
-from trainer.setup import Run
+from trainer.setup import Run, check_device
 from trainer.tools.memory import memory_lines
 from trainer.tools.run_plan import plan_lines, plan_warnings
 
@@ -109,12 +110,17 @@ def _split_problem(root: Path, name: str, index: Index) -> str:
     return ""
 
 
-def dry_run(config: Config, world_size: int) -> list[str]:
-    """Describe the plan of a run and its memory without starting it. Without data.root, data.expected_images counts."""
+def dry_run(config: Config, world_size: int) -> Iterator[str]:
+    """Describe the plan of a run and its memory, line by line, without starting it: for a GPU, unless config.device is cpu.
+
+    Without data.root, data.expected_images counts. Raises InputError for what the run would refuse."""
+    device = torch.device("cpu" if config.device == "cpu" else "cuda")
+    check_device(config, device)
     num_images = _count_images(config)
-    lines = plan_lines(config, num_images, world_size)
-    lines += [f"warning: {line}" for line in plan_warnings(config, num_images)]
-    return lines + memory_lines(config, world_size)
+    yield from plan_lines(config, num_images, world_size)
+    for line in [*plan_warnings(config, num_images), *setting_warnings(config, world_size, device)]:
+        yield f"warning: {line}"
+    yield from memory_lines(config, world_size)  # takes seconds
 
 
 def _count_images(config: Config) -> int:
