@@ -78,6 +78,7 @@ def load(path: Path) -> Config:
 
 def test_there_is_one_config_for_each_row_of_the_table() -> None:
     names = {f"{key}_wmse{d}" for key in RECIPES for d in (2, 4)} - {"imagenet_rn50_wmse2"}
+    names |= {f"{key}_rn18_simclr" for key in ("cifar10", "cifar100", "stl10", "tiny_imagenet")}
     found = [path.stem for path in CONFIGS if path.stem != "demo_fashion_mnist"]
     assert {name.rsplit("_", 1)[0] for name in found} == names
     assert [n for n in found if n.startswith("imagenet_")] == ["imagenet_rn50_wmse4_100ep", "imagenet_rn50_wmse4_400ep"]
@@ -88,14 +89,18 @@ def test_config_is_the_recipe(path: Path) -> None:
     config = load(path)
     recipe, views, epochs = path.stem.rsplit("_", 2)
     peak, settings = RECIPES[recipe]
+    if views == "simclr":
+        settings = {key: value for key, value in settings.items() if not key.startswith("wmse.")}
+        settings |= {"model.projector": "mlp_norm", "simclr.temperature": 0.5, "simclr.normalize": True}
     flat = flatten(config)
+    assert config.method == views.rstrip("24")
     assert {key: flat[key] for key in settings} == settings
     assert peak_learning_rate(config) == pytest.approx(peak)
     assert config.optimizer.epochs == int(epochs.removesuffix("ep"))
-    assert config.views.num_views == int(views.removeprefix("wmse"))
+    assert config.views.num_views == (2 if views == "simclr" else int(views.removeprefix("wmse")))
     if recipe != "imagenet_rn50":
         assert config.data.images_per_step * config.views.num_views == 1024
-        four = recipe in ("stl10_rn18", "tiny_imagenet_rn18") and config.views.num_views == 2
+        four = views != "simclr" and recipe in ("stl10_rn18", "tiny_imagenet_rn18") and config.views.num_views == 2
         assert config.wmse.iterations == (4 if four else 1)
 
 
