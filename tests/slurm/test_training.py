@@ -25,7 +25,8 @@ def test_two_nodes(unbroken: Job) -> None:
     unbroken.assert_history(["COMPLETED"])
     losses = [line["loss"] for line in metrics(unbroken.run_dir)]
     assert len(losses) == STEPS
-    assert sum(losses[-10:]) < sum(losses[:10])
+    assert all(0 < loss < 4 for loss in losses)  # on noise, of which nothing can be learnt
+    assert len(set(losses)) == STEPS
 
 
 def test_status_of_a_run_that_is_done(unbroken: Job) -> None:
