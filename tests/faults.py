@@ -175,9 +175,9 @@ def _break_saves(faults: Faults) -> None:
 def _break_numbers(faults: Faults) -> None:
     if not faults.poison:
         return
-    from trainer import step
+    from trainer.methods.wmse import method
 
-    plain = step.wmse_loss_with_status
+    plain = method.wmse_loss_with_status
     first, end = faults.poison_steps
 
     def poisoned(v: Any, **keywords: Any) -> Any:
@@ -193,7 +193,7 @@ def _break_numbers(faults: Faults) -> None:
             return loss, status
         return loss * float("nan"), status
 
-    step.wmse_loss_with_status = poisoned
+    method.wmse_loss_with_status = poisoned
 
 
 def _break_reads(faults: Faults) -> None:

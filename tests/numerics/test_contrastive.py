@@ -42,7 +42,9 @@ def definition(v: Tensor, num_views: int, temperature: float, normalize: bool = 
 )
 def test_values_of_the_authors_code(num_views: int, options: dict, value: float) -> None:
     """Values that the W-MSE authors' published `contrastive_loss` gives for V (the mean over pairs of views for 4 views)."""
-    assert contrastive_loss(V[: 16 * num_views], num_views=num_views, **options).item() == pytest.approx(value, abs=1e-12)
+    assert contrastive_loss(V[: 16 * num_views], num_views=num_views, **options).item() == pytest.approx(
+        value, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("normalize", [True, False])

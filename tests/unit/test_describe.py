@@ -23,10 +23,10 @@ def test_numbers_of_the_plan(tiny_config: Path) -> None:
         "images: 50 in (no data.root); 3 steps an epoch, 2 left out of each in turn",
         "steps: 9 = 3 epochs x 3; warm-up 2 steps, then half cosine to 0",
         "16 images (global batch size) x 2 views on 2 rank(s), 8 images = 16 views a rank",
-        "6 slices of 16 x 8 a step, shared by groups of 2 neighbouring ranks",
+        "6 slices of 16 x 8 a step; the loss is computed by groups of 2 neighbouring ranks",
     ):
         assert part in text
-    assert "none shared" in "\n".join(plan_lines(config, 50, 1))
+    assert "computed by groups" not in "\n".join(plan_lines(config, 50, 1))
 
 
 def test_parts_and_early_sides_are_said(tiny_config: Path) -> None:

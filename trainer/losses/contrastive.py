@@ -51,8 +51,9 @@ def contrastive_loss(
         log_sum = similarity.masked_fill(is_itself, -torch.inf).logsumexp(-1)
         own_view = log_sum.diagonal(dim1=0, dim2=2).T  # (d, N)
         losses = torch.logaddexp(log_sum, own_view[..., None]).movedim(2, 1) - positive  # (d, d, N)
-        other_views = ~torch.eye(num_views, dtype=torch.bool, device=v.device)
-        return losses[other_views].mean()
+        # an index by a mask would wait for the device
+        other_views = (views[:, None] != views)[..., None]
+        return torch.where(other_views, losses, 0.0).sum() / (num_views * (num_views - 1) * num_images)
 
 
 def _check(v: Tensor, candidates: Tensor, num_views: int, first_image: int) -> None:
