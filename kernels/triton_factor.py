@@ -10,7 +10,7 @@ left of A (full and symmetric). One step of panel p, R being its rows:
     zero R right of p
 
 So all but PANEL x PANEL tiles is done by products of PANEL x K (a column-by-column factor of the whole matrix takes
-13 times as long at K = 128, REFERENCE section 4). One program a slice; it passes rows on through memory that stays in the
+13 times as long at K = 128). One program a slice; it passes rows on through memory that stays in the
 cache, with a barrier between writing and reading.
 """
 

@@ -1,7 +1,7 @@
 """The whitening operation: each slice of rows leaves with zero mean and identity covariance, computed from itself.
 
 Shapes: x, z (B, M, k): B slices of M rows (one view of M images) of k-dimensional embeddings.
-REFERENCE section 1 (Ermolov et al., ICML 2021, section 3.2 and appendix); kernels/README.md has the mathematics.
+Ermolov et al., ICML 2021, section 3.2 and appendix; kernels/README.md has the mathematics.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The definition of the whitening, slice by slice, differentiated by torch's own autograd: for tests and benchmarks.
 
-REFERENCE section 1, step 2 (Ermolov et al., "Whitening for Self-Supervised Representation Learning", ICML 2021).
+Ermolov et al., "Whitening for Self-Supervised Representation Learning", ICML 2021, section 3.2.
 """
 
 import torch

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+PREEMPTED = 75
+INTERRUPTED = 130
 
 
 class InputError(ValueError):

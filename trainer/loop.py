@@ -294,7 +294,9 @@ class _StepLimits:
     """How long a step may stand before the watchdog ends the process."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._size, self._long_until = run, 0, 0
+        self._run = run
+        self._size = 0
+        self._long_until = 0
 
     def describe(self, batch: Batch) -> str:
         """Say what the step does, for the watchdog's messages."""

@@ -174,7 +174,9 @@ class Clock:
     ) -> None:
         self._images_per_step, self._num_views = images_per_step, num_views
         self._steps_per_epoch, self._end_step = steps_per_epoch, end_step
-        self._step, self._since, self._wait = first_step, time.perf_counter(), 0.0
+        self._step = first_step
+        self._since = time.perf_counter()
+        self._wait = 0.0
         self._step_seconds = 0.0  # smoothed, for the time left
 
     def waited(self, seconds: float) -> None:
@@ -195,7 +197,9 @@ class Clock:
             "eta_seconds": round(self._step_seconds * (self._end_step - step), 1),
             "time": round(time.time(), 3),
         }
-        self._step, self._since, self._wait = step, now, 0.0
+        self._step = step
+        self._since = now
+        self._wait = 0.0
         return line
 
 

@@ -46,7 +46,7 @@ def test_drops_fall_at_epochs_before_the_end() -> None:
 
 
 def test_imagenet_numbers() -> None:
-    """REFERENCE 2: 4096 images a step, 100 epochs of 1,281,167 images, 10 epochs of warm-up, rate 6.4."""
+    """The ImageNet recipe: 4096 images a step, 100 epochs of 1,281,167 images, 10 epochs of warm-up, rate 6.4."""
     c = Config()
     c = replace(c, data=replace(c.data, images_per_step=4096), optimizer=replace(c.optimizer, warmup_epochs=10.0))
     s = build_schedule(c, 1281167 // 4096)

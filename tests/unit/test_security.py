@@ -1,8 +1,9 @@
 """What is in a file is not run, nothing is unpacked, a run does not listen; names in other people's sets stay names.
 
-That the source has no call that would is held by test_code_scan.py.
+Most calls that would are refused by ruff's S rules (pyproject.toml).
 """
 
+import ast
 import gzip
 import io
 import json
@@ -22,7 +23,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import TINY, write_images
+from tests.conftest import ROOT, TINY, write_images
 from trainer.cli import main
 from trainer.config.loading import load_config
 from trainer.data.index import Index, open_index
@@ -383,3 +384,16 @@ def test_a_preview_holds_pixels_only(odd_run) -> None:
     with Image.open(folder / "p.png") as shown:
         assert shown.format == "PNG"
         assert shown.info == {}
+
+
+def test_no_source_loads_pickles() -> None:
+    """What ruff does not see: torch.load must say weights_only=True, and numpy.load must not allow pickles."""
+    for folder in ("trainer", "kernels", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                    assert "weights_only=True" in ast.unparse(node), f"{path}:{node.lineno}"
+                if isinstance(node, ast.keyword):
+                    assert node.arg != "allow_pickle", f"{path}:{node.lineno}"
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    assert not re.search(r"\b(cloudpickle|dill|joblib|shelve|hub)\b", ast.unparse(node)), path

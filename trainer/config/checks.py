@@ -106,7 +106,9 @@ def divisors(number: int) -> str:
 
 
 def _early_sides(config: Config) -> list[str]:
-    sizes, ends, epochs = config.views.early_sizes, config.views.early_size_epochs, config.optimizer.epochs
+    sizes = config.views.early_sizes
+    ends = config.views.early_size_epochs
+    epochs = config.optimizer.epochs
     problems = []
     if ends and ends[-1] >= epochs:
         problems.append(f"views.early_size_epochs is {list(ends)}: the last must be below optimizer.epochs {epochs}")

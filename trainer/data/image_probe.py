@@ -196,7 +196,9 @@ def _jpeg_body(data: bytes, body: int) -> _Body:
 def _walk_png(data: bytes) -> _Structure | None:
     """Chunks up to the first IDAT. Alpha, palette and interlacing are equal in DALI and Pillow, 16 bits are not."""
     width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
-    bits, colour_type, interlace = data[24], data[25], data[28]
+    bits = data[24]
+    colour_type = data[25]
+    interlace = data[28]
     usual = data[12:16] == b"IHDR" and bits <= 8 and colour_type in _PNG_COLOUR_TYPES and interlace <= 1
     palette = False
     position = 33

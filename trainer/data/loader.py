@@ -141,8 +141,12 @@ class ViewLoader:
         rank: int = 0,
     ) -> None:
         self._sizes, self._cache = tuple(sizes) or ((0, recipe.size),), cache
-        self.index, self.recipe, self.requests = index, recipe, requests
-        self.first_step, self.end_step, self.batch_size = first_step, end_step, batch_size
+        self.index = index
+        self.recipe = recipe
+        self.requests = requests
+        self.first_step = first_step
+        self.end_step = end_step
+        self.batch_size = batch_size
         known = read_quarantine(quarantine, first_step) if quarantine else {}
         self.bad = BadImages(index, config.max_skipped_share, known, quarantine, rank)
         self._reader = ImageReader(index, config.max_image_pixels)

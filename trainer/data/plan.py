@@ -19,7 +19,10 @@ from trainer.distributed.ranks import ImageRange
 
 PLAN_VERSION = 1  # stored in checkpoints; changes whenever the same seed would give other choices
 
-_ORDER, _VIEWS, _SLICES = 0, 1, 2  # streams of a seed
+# streams of a seed
+_ORDER = 0
+_VIEWS = 1
+_SLICES = 2
 _TRIES = 10  # of a crop, as in torchvision's RandomResizedCrop
 _WORDS = 36  # words a view: 2 x tries, top, left, flip, jitter, 4 factors, 4 order keys, grey, blur, sigma, 1 spare
 _BLOCK = 4  # words of one Philox counter
@@ -47,7 +50,9 @@ class Planner:
     def __init__(
         self, recipe: ViewsConfig, *, seed: int, num_images: int, images_per_step: int, images: ImageRange
     ) -> None:
-        self.recipe, self.seed, self.images = recipe, seed, images
+        self.recipe = recipe
+        self.seed = seed
+        self.images = images
         self.num_images, self.images_per_step = num_images, images_per_step
         self.steps_per_epoch = num_images // images_per_step
         self._order_of: tuple[int, NDArray[np.int64]] | None = None

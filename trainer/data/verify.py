@@ -167,7 +167,9 @@ def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckRepor
 
 def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Path], list[StoredImage]]:
     """Return the shards, uncompressed, and the images of those that can be read."""
-    shards, images, left_out = [], [], []
+    shards = []
+    images = []
+    left_out = []
     for packed in list_shards(root, split):
         shard = packed
         try:

@@ -72,7 +72,9 @@ class _Follower:
     """Measures what has no result yet."""
 
     def __init__(self, run_dir: Path, evaluator: Evaluator, measures: Sequence[str]) -> None:
-        self._checkpoints, self._evaluator, self._measures = run_dir / "checkpoints", evaluator, measures
+        self._checkpoints = run_dir / "checkpoints"
+        self._evaluator = evaluator
+        self._measures = measures
         self._tries: Counter[tuple[Path, float]] = Counter()  # by version: a resumed run may write a step again
 
     def due(self) -> list[tuple[int, Path, list[str]]]:

@@ -60,7 +60,10 @@ class Results:
     """The results of one run. config: the settings of the measurement; own: those of the run. out: a file instead of eval/."""
 
     def __init__(self, run_dir: Path, own: Config, config: Config, out: Path | None = None) -> None:
-        self._run_dir, self._own, self._config, self._out = run_dir, own, config, out
+        self._run_dir = run_dir
+        self._own = own
+        self._config = config
+        self._out = out
         self._can_keep = True
 
     def check(self, *, must_keep: bool = False) -> None:

@@ -1,6 +1,6 @@
 """W-MSE: whiten the embeddings slice by slice, then pull the views of one image together.
 
-REFERENCE section 1 (Ermolov et al., ICML 2021, equations 4-6). Shapes used below:
+Ermolov et al., "Whitening for Self-Supervised Representation Learning", ICML 2021, equations 4-6. Shapes used below:
     v  (num_views * N, k)           embeddings, view-major: all of view 0, then view 1, ...
     z  (num_views, S, M, k)         whitened; S = iterations * N / M slices of each view, M = slice_size
 """

@@ -85,7 +85,7 @@ def _pair_distance(z: Tensor, complete: Tensor, normalize: bool) -> tuple[Tensor
 
     z: (num_views, S, M, k) -> scalar, 0 if no slice is complete. The squared differences of all pairs of views of an image
     add up to num_views * sum_i |z_i - mean z|^2, which rounding never makes negative; for unit rows
-    |u_i - u_j|^2 = 2 - 2 cos (REFERENCE section 1).
+    |u_i - u_j|^2 = 2 - 2 cos.
     """
     num_views, _, num_rows, size = z.shape
     inverse_norm, rows = None, z

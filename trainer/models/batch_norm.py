@@ -36,7 +36,9 @@ class ViewBatchNorm(nn.Module):
         self.register_buffer("running_mean", norm.running_mean)
         self.register_buffer("running_var", norm.running_var)
         self.eps, self.momentum = norm.eps, norm.momentum or 0.0
-        self.num_views, self.group_name, self.world_size = num_views, group_name, world_size
+        self.num_views = num_views
+        self.group_name = group_name
+        self.world_size = world_size
         self.training = norm.training
         self.after = nn.Sequential(*(getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)))
 

@@ -29,7 +29,9 @@ class Saver:
 
     def __init__(self, folder: Path, keep_last: int, kept_steps: Container[int] = ()) -> None:
         """folder, keep_last, kept_steps: as `save_checkpoint` takes them."""
-        self._folder, self._keep_last, self._kept_steps = folder, keep_last, kept_steps
+        self._folder = folder
+        self._keep_last = keep_last
+        self._kept_steps = kept_steps
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()

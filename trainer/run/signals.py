@@ -23,7 +23,10 @@ STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, s
 _CLOSE = 0  # byte that ends the thread; no signal has this number
 _ASIDE_SECONDS = 3.0
 
-GO_ON, PREEMPT, STOP = 0, 1, 2  # what a rank asks for; the largest over all ranks holds
+# what a rank asks for; the largest over all ranks holds
+GO_ON = 0
+PREEMPT = 1
+STOP = 2
 
 
 def aside(work: Callable[[], None]) -> None:
