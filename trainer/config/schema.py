@@ -20,93 +20,96 @@ from trainer.methods.wmse.settings import WMSESettings
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which images, and how they are read."""
+    """Which images to read, and how."""
 
     root: str = setting("", shapes_result=False)
-    """Folder of the set: one made by `wmse prepare`, or an image folder in ImageNet's layout."""
+    """Folder of the data set: made by `wmse prepare`, or an image folder in ImageNet's layout."""
     expected_images: int = setting(0, between=(0, None), shapes_result=False)
-    """Training images that the recipe expects; a warning is logged if the set has another number. A dry run
-    without data.root and `wmse launch --data_on_nodes` take this number. 0: any number."""
+    """Number of training images that the recipe expects; log a warning if the set has another number. A dry run without
+    data.root and `wmse launch --data_on_nodes` use this number. 0: any number."""
     train_split: str = "train"
-    """Split that is trained on."""
+    """Split to train on."""
     probe_split: str = setting("", shapes_result=False)
-    """Labelled split that the linear probe and k-NN learn from; empty: train_split."""
+    """Labelled split that the linear probe and k-NN learn from. Empty: train_split."""
     test_split: str = setting("val", shapes_result=False)
     """Split that the evaluation measures on."""
     images_per_step: int = setting(1024, between=(1, None))
-    """Images of one optimizer step, all ranks together (each becomes num_views views)."""
+    """Global batch size: images of one optimizer step over all ranks. Each becomes num_views views."""
     threads: int = setting(0, between=(0, 1024), shapes_result=False)
-    """DALI threads and reader threads of a rank; 0: as many as the cores this rank may use, shared with its neighbours
-    where torchrun started several, but on a GPU at most 8 for DALI."""
+    """CPU threads of a rank for reading files and for DALI. 0: all cores that this rank may use (under torchrun its share
+    of them), but at most 8 DALI threads on a GPU."""
     read_ahead_steps: int = setting(3, between=(1, None), shapes_result=False)
-    """Steps whose files are read ahead of need."""
+    """Number of steps whose files are read in advance."""
     prefetch_batches: int = setting(2, between=(1, 16), shapes_result=False)
-    """Batches that DALI has under way or ready ahead of the one in use."""
+    """Number of batches that DALI prepares in advance."""
     decode_cache_gib: float = setting(0.0, between=(0, None), shapes_result=False)
-    """Memory of a node for decoded images, filled in the first epoch, GiB; a set that does not fit is refused. 0: none, every
-    epoch decodes."""
+    """Shared memory of a node for decoded images, in GiB. The first epoch fills it; a set that does not fit is refused. 0:
+    no cache, every epoch decodes."""
     hw_decoder_load: float = setting(1.0, between=(0, 1), shapes_result=False)
-    """Share of the JPEGs that a GPU's hardware decoder takes, 0..1, where it has one; the rest takes the SMs and cores."""
+    """Share of the JPEGs that a GPU's hardware decoder takes, 0 to 1, if it has one. CUDA cores and CPU cores decode the
+    rest."""
     decoder_hint: tuple[int, int] = setting((0, 0), between=(0, None), shapes_result=False)
-    """Width and height of an image for which a GPU's hardware decoder makes room at the start, pixels; larger ones cost an
-    allocation when they come. 0: the set's largest, at most what takes 2 GiB for a rank's images of a step."""
+    """Largest image width and height in pixels, for which a GPU's decoder allocates buffers at the start; a larger image
+    costs an allocation when it comes. 0: the largest image of the set, but at most 2 GiB for a rank's images of a step."""
     max_image_pixels: int = setting(100_000_000, between=(1, 178_956_970))
-    """Largest number of pixels of an image, height x width: a small file may claim any size, and a decoded pixel takes 3 bytes.
-    Larger images count as unusable and are replaced."""
+    """Largest number of pixels (height x width) of an image. A decoded pixel takes 3 bytes, and a small file may claim any
+    size. Larger images are skipped."""
     max_classes: int = setting(100_000, between=(1, 10_000_000), shapes_result=False)
-    """Largest number of classes in tar shards whose classes no dataset.json names."""
+    """Largest number of classes in tar shards without a dataset.json that names them."""
     max_skipped_share: float = setting(0.01, between=(0, 1), shapes_result=False)
-    """Largest share of unusable images, 0..1, before the run stops: of the set (from 10 bad images on), or of those that
-    this rank read (from 100 found on). 0: the tenth bad image stops the run; 1: only a set without usable images does."""
+    """Largest share of skipped images, 0 to 1, before the run stops: of the set (counted from 10 skipped images on), or of
+    the images that this rank has read (from 100 on). 0: the tenth skipped image stops the run. 1: only a set without usable
+    images does."""
 
 
 @dataclass(frozen=True)
 class ViewsConfig:
-    """The augmentation recipe: every random choice is drawn by `trainer.data.plan` from these."""
+    """The augmentation recipe. `trainer.data.plan` draws every random choice from it."""
 
     num_views: int = setting(4, between=(2, None))
-    """Views d of each image."""
+    """Number of views d of each image."""
     size: int = setting(224, between=(8, None))
-    """Side of a view, pixels."""
+    """Width and height of a view in pixels."""
     early_sizes: tuple[int, ...] = setting((), between=(8, None))
-    """Sides of the views in the first epochs, as [128, 160]: the i-th until early_size_epochs[i] have gone by; then `size`.
-    Empty: none."""
+    """Sizes of the views in the first epochs, such as [128, 160]: the i-th is used until epoch early_size_epochs[i], then
+    `size`. Empty: always `size`."""
     early_size_epochs: tuple[int, ...] = setting((), between=(1, None))
-    """Epochs after which the next size begins, rising, as many as early_sizes."""
+    """Epochs at which the next size begins, in increasing order, as many as early_sizes."""
     crop_area: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest share of the image's area in a crop."""
+    """Smallest and largest area of a crop, as a share of the image's area."""
     crop_ratio: tuple[float, float] = (0.75, 4 / 3)
-    """Smallest and largest width/height of a crop (uniform in the logarithm)."""
+    """Smallest and largest ratio of width to height of a crop, drawn uniformly in the logarithm."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """How a crop is resized; antialiased either way."""
+    """Interpolation of the resized crop; both are antialiased."""
     flip_probability: float = setting(0.5, between=(0, 1))
     """Probability of a horizontal flip."""
     color_probability: float = setting(0.8, between=(0, 1))
-    """Probability that brightness, contrast, saturation and hue change (in random order)."""
+    """Probability that brightness, contrast, saturation and hue are changed, in random order."""
     brightness: float = setting(0.8, between=(0, None))
-    """The factor is uniform in [max(0, 1 - b), 1 + b]."""
+    """Strength b: the factor is drawn uniformly from [max(0, 1 - b), 1 + b]."""
     contrast: float = setting(0.8, between=(0, None))
-    """The factor is uniform in [max(0, 1 - c), 1 + c]; the pivot is the mean grey."""
+    """Strength c: the factor is drawn uniformly from [max(0, 1 - c), 1 + c]. The pivot is the mean grey value."""
     saturation: float = setting(0.8, between=(0, None))
-    """The factor is uniform in [max(0, 1 - s), 1 + s]."""
+    """Strength s: the factor is drawn uniformly from [max(0, 1 - s), 1 + s]."""
     hue: float = setting(0.2, between=(0, 0.5))
-    """The rotation is uniform in [-h, h], as a fraction of the full turn (0.1 is 36 degrees); at most 0.5."""
+    """Strength h, at most 0.5: the rotation is drawn uniformly from [-h, h], in full turns (0.1 is 36 degrees)."""
     gray_probability: float = setting(0.2, between=(0, 1))
-    """Probability that a view loses its colour, after the jitter."""
+    """Probability that a view is converted to grey, after the colour changes."""
     blur_probability: float = setting(0.5, between=(0, 1))
-    """Probability of a Gaussian blur, last of all."""
+    """Probability of a Gaussian blur, which comes last."""
     blur_sigma: tuple[float, float] = (0.1, 2.0)
-    """Smallest and largest standard deviation of the blur, pixels."""
+    """Smallest and largest standard deviation of the blur, in pixels."""
     blur_window: int = setting(23, between=(1, None))
-    """Largest number of taps of the blur, odd; windows are cut at 3 sigma."""
+    """Largest number of taps of the blur, odd. Taps beyond 3 sigma are left out."""
     order: Literal["crop_first", "color_first"] = "crop_first"
-    """crop_first: SimCLR's order. color_first: colour acts on the whole image, so contrast pivots on its mean grey."""
+    """crop_first: SimCLR's order. color_first: colours change on the whole image, so that contrast uses the mean grey of
+    the whole image as its pivot."""
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Subtracted from the pixels scaled to 0..1, a channel each."""
+    """Mean of each channel, subtracted from pixels scaled to 0..1."""
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Divides the pixels after the mean is subtracted."""
+    """Standard deviation of each channel, by which pixels are divided after the mean is subtracted."""
     eval_resize: int = setting(256, shapes_result=False)
-    """Evaluation: the shorter edge is resized to this, then the centre of `size` x `size` is cut out."""
+    """Evaluation: resize the shorter edge to this many pixels, then cut out the centre of `size` x `size`."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,13 @@ class ModelConfig:
     """Encoder and projector."""
 
     backbone: str = "resnet50"
-    """Name of a timm model; its classifier is left out."""
+    """Name of a timm model; its classifier is removed."""
     stem: Literal["imagenet", "small", "small_pool", "half"] = "imagenet"
-    """imagenet: as timm has it. small: first convolution 3x3 stride 1, no max-pool (CIFAR). small_pool: the same with
-    max-pool (STL-10, Tiny ImageNet). half: 3x3 stride 2, no max-pool (28 px sets)."""
+    """imagenet: the stem of timm. small: a 3x3 first convolution of stride 1, without max-pooling (CIFAR). small_pool: the
+    same with max-pooling (STL-10, Tiny ImageNet). half: a 3x3 first convolution of stride 2, without max-pooling (28 px
+    sets)."""
     zero_init_last: bool = True
-    """Start the gamma of each residual block's last BatchNorm at 0."""
+    """Start the weight of each residual block's last BatchNorm at 0."""
     projector: Literal["mlp", "mlp_norm", "simclr"] = "simclr"
     """mlp: Linear-BN-ReLU for each hidden size, then Linear, with biases. mlp_norm: the same and a BatchNorm at the end.
     simclr: no biases, BatchNorm after every Linear (the last without a shift), ReLU after all but the last."""
@@ -128,118 +132,119 @@ class ModelConfig:
     embedding_size: int = setting(128, between=(1, None))
     """Size k of an embedding, the projector's output."""
     encoder_batch_norm: Literal["per_view", "joint"] = "joint"
-    """Whether the encoder's BatchNorm takes its statistics from each view index alone or from all views together."""
+    """Whether the encoder's BatchNorm takes its statistics from each view separately or from all views together."""
     projector_batch_norm: Literal["per_view", "joint"] = "joint"
     """The same for the projector."""
     batch_norm_ranks: Literal["local", "all"] = "local"
-    """Whether BatchNorm statistics come from the rank's own rows or from the rows of all ranks."""
+    """Whether BatchNorm takes its statistics from the images of its rank (local) or of all ranks (all)."""
     activation_checkpointing: bool = setting(False, shapes_result=False)
-    """Compute the encoder's blocks again in backward instead of keeping their activations: less memory, more time."""
+    """Recompute the encoder's blocks in backward instead of keeping their activations: less memory, more time."""
     activation_memory_budget: float = setting(1.0, between=(0, 1), shapes_result=False)
-    """With compile: how much memory the activations kept for backward may take, as a share of what the compiler would keep,
-    0..1; 1: no limit. With 0.9 a ResNet-50 keeps half, because BatchNorm and ReLU, but no convolution, are computed again in
-    backward."""
+    """With compile: the memory that activations kept for backward may take, 0 to 1, as a share of what the compiler would
+    keep. 1: no limit. At 0.9 a ResNet-50 keeps half as much, because backward recomputes BatchNorm and ReLU, but no
+    convolution."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer and the learning rate as a function of the step."""
+    """Optimizer and learning-rate schedule."""
 
     accumulation_steps: int = setting(1, between=(1, None))
-    """Parts of a rank's images whose gradients are added up, one after the other, for less memory. A part holds whole slices,
-    so the loss is the same; BatchNorm sees a part, as if there were so many times more ranks."""
+    """Number of micro-batches of a rank, whose gradients are added up one after the other to save memory. Images that the
+    loss needs together stay together, so the loss is the same; BatchNorm sees one micro-batch at a time."""
     images_per_micro_batch: int = setting(0, between=(0, None))
-    """Largest number of images that a rank puts through the model at once. The number of micro-batches then follows from the
-    number of ranks, so that a run fits the memory on however many nodes it gets. 0: accumulation_steps says it."""
+    """Largest number of images that a rank puts through the networks at once. The number of micro-batches then follows from
+    the number of ranks, so that a run fits into memory on any number of nodes. 0: accumulation_steps decides."""
     name: Literal["adam", "lars"] = "lars"
-    """adam: weight decay is coupled L2. lars: SimCLR's, with the rate inside the momentum buffer."""
+    """adam: weight decay is coupled L2. lars: as in SimCLR, with the learning rate inside the momentum buffer."""
     learning_rate: float = setting(0.1, between=(0, None))
-    """Peak rate, before `learning_rate_rule`."""
+    """Peak learning rate, before learning_rate_rule."""
     learning_rate_rule: Literal["fixed", "sqrt"] = "sqrt"
-    """fixed: the rate as it is. sqrt: multiplied by the square root of images_per_step (SimCLR)."""
+    """fixed: use learning_rate as it is. sqrt: multiply it by the square root of images_per_step (SimCLR)."""
     weight_decay: float = setting(1e-4, between=(0, None))
-    """L2 weight decay; BatchNorm parameters and biases are left out under lars."""
+    """L2 weight decay. LARS leaves out BatchNorm parameters and biases."""
     momentum: float = setting(0.9, between=(0, 1))
-    """Momentum of lars."""
+    """Momentum of LARS."""
     trust_coefficient: float = setting(1e-3, between=(0, None))
-    """Eta of lars."""
+    """Trust coefficient (eta) of LARS."""
     backend: Literal["auto", "torch", "triton"] = setting("auto", shapes_result=False)
-    """How lars updates on a GPU: by torch's operations or by two Triton kernels, which pass over the memory 7 times instead of
-    19; auto is torch until both are measured on a GPU."""
+    """How LARS updates on a GPU: with torch's operations, or with two Triton kernels that pass over memory 7 times instead
+    of 19. auto: torch, until both have been measured on a GPU."""
     epochs: int = setting(100, between=(1, None))
-    """Length of the run."""
+    """Length of the run in epochs."""
     warmup_epochs: float = setting(0.0, between=(0, None))
-    """Length of the linear warm-up, in epochs (give this or warmup_steps)."""
+    """Length of the linear warm-up in epochs. Give this or warmup_steps."""
     warmup_steps: int = setting(0, between=(0, None))
-    """Length of the linear warm-up, in steps (give this or warmup_epochs)."""
+    """Length of the linear warm-up in steps. Give this or warmup_epochs."""
     warmup_from: Literal["zero", "first_step"] = "zero"
-    """Rate of the first update. zero: 0; the first update after the warm-up has the peak (SimCLR). first_step:
-    peak/warmup_steps; the last update of the warm-up has the peak (the W-MSE authors' code)."""
+    """Learning rate of the first update. zero: 0, and the first update after the warm-up has the peak (SimCLR). first_step:
+    peak/warmup_steps, and the last update of the warm-up has the peak (the W-MSE authors' code)."""
     schedule: Literal["cosine", "drops"] = "cosine"
-    """cosine: half a cosine from the peak to 0 after the warm-up. drops: constant, then multiplied by drop_factor at
-    each of drop_epochs_before_end."""
+    """cosine: half a cosine from the peak to 0 after the warm-up. drops: constant, then multiplied by drop_factor at each
+    of drop_epochs_before_end."""
     drop_epochs_before_end: tuple[int, ...] = (50, 25)
-    """Epochs before the end at which the rate drops (schedule: drops)."""
+    """Number of epochs before the end at which the learning rate drops (schedule: drops)."""
     drop_factor: float = setting(0.2, between=(0, 1))
     """Factor of each drop (schedule: drops)."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run is saved; a run is always saved at its end."""
+    """When a checkpoint is saved. A run always saves one at its end."""
 
     every_steps: int = setting(0, between=(0, None), shapes_result=False)
-    """Save each time the step is a multiple of this; 0: not by steps."""
+    """Save at each multiple of this number of steps. 0: never by steps."""
     every_minutes: float = setting(10.0, between=(0, None), shapes_result=False)
-    """Save when this many minutes have gone by; 0: not by time."""
+    """Save after this many minutes. 0: never by time."""
     keep_last: int = setting(3, between=(1, None), shapes_result=False)
-    """Newest checkpoints kept; older ones are deleted after a save."""
+    """Number of newest checkpoints to keep; older ones are deleted after a save."""
     keep_every_steps: int = setting(0, between=(0, None), shapes_result=False)
-    """Checkpoints whose step is a multiple of this are never deleted; 0: none."""
+    """Never delete checkpoints at multiples of this number of steps. 0: none."""
     keep_every_epochs: int = setting(0, between=(0, None), shapes_result=False)
-    """Save each time the epoch is a multiple of this, and never delete that checkpoint: a point of the curve that
-    `wmse evaluate --follow` measures; 0: none."""
+    """Save at each multiple of this number of epochs and never delete that checkpoint; `wmse evaluate --follow` measures it
+    as a point of the curve. 0: none."""
     keep_every_epochs_after_drop: int = setting(0, between=(0, None), shapes_result=False)
-    """The same from the first drop of the rate on (schedule: drops); 0: keep_every_epochs there, too."""
-    on_failure: Literal["go_on", "stop"] = setting("go_on", shapes_result=False)
-    """What follows a checkpoint that could not be written (disk full): go on and try again when the next is due, or end the
-    run. The last good one stays either way, and a run whose last one can't be written fails."""
+    """The same after the first drop of the learning rate (schedule: drops). 0: keep_every_epochs there as well."""
+    on_failure: Literal["continue", "stop"] = setting("continue", shapes_result=False)
+    """What to do if a checkpoint can't be written, for example because the disk is full. continue: try again
+    when the next one is due. stop: end the run. Older checkpoints stay in both cases, and a run whose last checkpoint can't
+    be written fails."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written while training."""
+    """What a run writes while it trains."""
 
     every_steps: int = setting(20, between=(1, None), shapes_result=False)
-    """Steps between two logged lines."""
+    """Number of steps between two logged lines."""
     tensorboard: bool = setting(True, shapes_result=False)
     """Write TensorBoard event files to RUN_DIR/tensorboard."""
     stall_seconds: float = setting(60.0, between=(0.1, None), shapes_result=False)
-    """Warn that the run stands still, and what it waits for, after this time without progress, seconds."""
+    """Warn after this many seconds without progress, and say what the run waits for."""
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """The linear probe and k-NN of the paper, section 4."""
+    """Linear probe and k-NN, as in section 4 of the W-MSE paper."""
 
     images_per_batch: int = setting(256, between=(1, None), shapes_result=False)
-    """Images a rank encodes at a time."""
+    """Number of images that a rank encodes at once."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("fp32", shapes_result=False)
-    """Precision in which the encoder computes the features, whatever it was trained in; auto: bf16 if the device is fast in it,
+    """Precision in which the encoder computes features, whatever the training used. auto: bf16 if the device is fast in it,
     else fp32."""
     probe_epochs: int = setting(500, between=(1, None), shapes_result=False)
     """Epochs of the linear probe."""
     probe_batch_size: int = setting(1000, between=(1, None), shapes_result=False)
-    """Rows of one step of the probe."""
+    """Batch size of the linear probe."""
     probe_rate_start: float = setting(1e-2, between=(1e-12, None), shapes_result=False)
-    """Adam's rate in the first epoch."""
+    """Learning rate of Adam in the first epoch of the linear probe."""
     probe_rate_end: float = setting(1e-6, between=(1e-12, None), shapes_result=False)
-    """Adam's rate in the last epoch; exponential in between."""
+    """Learning rate of Adam in the last epoch; it decays exponentially in between."""
     probe_weight_decay: float = setting(5e-6, between=(0, None), shapes_result=False)
-    """L2 weight decay of the probe."""
+    """L2 weight decay of the linear probe."""
     knn_k: int = setting(5, between=(1, None), shapes_result=False)
-    """Number of neighbours that vote, at most the number of labelled training images; Euclidean distance on unscaled features,
-    ties to the smallest label."""
+    """Number of neighbours that vote, at most the number of labelled training images. Distances are Euclidean on unscaled
+    features; ties go to the smallest label."""
 
 
 @dataclass(frozen=True)
@@ -247,45 +252,47 @@ class Config:
     """One experiment."""
 
     run_dir: str = setting("", shapes_result=False)
-    """Folder of the run: checkpoints, metrics, log. A run whose folder holds a checkpoint goes on from it."""
+    """Folder of the run, for checkpoints, metrics and the log. If it holds a checkpoint, the run resumes from it."""
     seed: int = setting(0, between=(0, 2**63 - 1))
-    """Decides the initial weights and every plan."""
+    """Seed of the initial weights and of every random choice."""
     max_steps: int = setting(0, between=(0, None), shapes_result=False)
-    """Stop after this many steps (the schedule stays that of the whole run); 0: run to the end."""
+    """Stop after this many steps; the learning-rate schedule stays that of the whole run. 0: run to the end."""
     method: str = "wmse"
     """The method of self-supervised learning: wmse or simclr. Its settings are in the section of the same name."""
     init_from: str = setting("", shapes_result=False)
-    """Checkpoint of another run whose encoder this one starts from (the projector starts fresh)."""
+    """Checkpoint of another run whose encoder this run starts from. Everything else starts fresh."""
     allow_changes: bool = setting(False, shapes_result=False)
-    """Go on from a checkpoint although settings that shape the result have changed since."""
+    """Resume although settings that change what is learnt differ from the checkpoint's."""
     device: Literal["auto", "cuda", "cpu"] = setting("auto", shapes_result=False)
-    """auto: a GPU where there is one, else the CPU."""
+    """auto: a GPU if there is one, else the CPU."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Of the encoder and projector (autocast); auto: bf16 where the device multiplies it fast, else fp32. fp16
-    scales the loss."""
+    """Precision of the networks (autocast). auto: bf16 if the device is fast in it, else fp32. fp16 scales the loss."""
     compile: Literal["auto", "true", "false"] = setting("auto", shapes_result=False)
-    """Compile the model with torch.compile. auto: on a GPU; on a CPU it is no faster."""
+    """Compile the networks with torch.compile. auto: on a GPU only, because it is no faster on a CPU."""
     autotune: bool = setting(False, shapes_result=False)
-    """With compile on a GPU: time several kernels for each convolution and matrix product in the first step, which takes 5 to
-    10 minutes more, and keep the fastest."""
+    """With compile on a GPU: time several kernels for each convolution and matrix product and keep the fastest. The first
+    step takes 5 to 10 minutes longer."""
     cuda_graphs: bool = setting(False, shapes_result=False)
-    """With compile on a GPU: replay forward and backward as CUDA graphs, where launching is what takes the time."""
+    """With compile on a GPU: replay forward and backward as CUDA graphs, which helps if launching kernels takes most of the
+    time."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """Type in which several ranks send their gradients to each other; none: float32."""
+    """Data type in which ranks send gradients to each other. none: float32."""
     max_skipped_steps: int = setting(20, between=(0, None), shapes_result=False)
     """Consecutive steps whose update may be skipped, because the loss, a gradient or a check of the method failed, before the
     run ends."""
     stop_timeout_seconds: float = setting(60.0, between=(0.1, None), shapes_result=False)
-    """After a signal the run saves and ends. If it hangs, so that it can't, it ends with exit code 75 after this long, without
-    another checkpoint. Longer than two steps, and shorter than what the scheduler leaves between signal and kill."""
+    """Time in which a run must save and end after a signal. A run that hangs for longer ends with exit code 75 and without
+    another checkpoint. Set it to more than two steps, and to less than the scheduler leaves between the signal and the
+    kill."""
     allow_idle_ranks: bool = setting(False, shapes_result=False)
-    """If the global batch size can't be divided evenly among all ranks, train on as many of them as it can be and leave the
+    """If the global batch size can't be divided evenly among all ranks, train on as many ranks as possible and leave the
     others idle, instead of refusing to start. `wmse launch --nodes N-M` sets this."""
     max_idle_restarts: int = setting(3, between=(1, None), shapes_result=False)
-    """A requeued job fails if this many starts before it, in a row, made no new checkpoint: another start would not either."""
+    """Fail a requeued job if this many starts before it, in a row, made no new checkpoint."""
     timeout_minutes: float = setting(10.0, between=(0.01, None), shapes_result=False)
-    """A run that waits for this long ends: for files, or for another rank (four fifths of it). Over NCCL, where a wait can't be
-    told from a long step, a step that takes 1.1 times as long ends the run, too; steps that compile have 30 minutes more."""
+    """End a run that waits this long for files, or four fifths of it for another rank. Over NCCL, where waiting can't be
+    told from a slow step, a step that takes 1.1 times as long also ends the run; steps that compile have 30 minutes
+    more."""
     data: DataConfig = field(default_factory=DataConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -22,19 +22,20 @@ class WMSESettings(MethodSettings):
     """W-MSE (Ermolov et al., ICML 2021, section 3)."""
 
     slice_size: int = setting(256, between=(2, None))
-    """Rows M of one view that are whitened together; the paper takes twice the embedding size."""
+    """Rows M of one view that are whitened together. The paper takes twice the embedding size."""
     iterations: int = setting(1, between=(1, None))
-    """Slicings a step; each after the first permutes the images inside blocks of `permutation_block`."""
+    """Number of ways in which the images of a step are cut into slices. Each way after the first permutes the images within
+    blocks of permutation_block."""
     permutation_block: int = setting(512, between=(1, None))
-    """Images that are permuted among themselves for iterations after the first; a multiple of slice_size."""
+    """Number of images that are permuted among themselves for iterations after the first, a multiple of slice_size."""
     normalize: bool = True
-    """True: squared distance of L2-normalised rows (0..4). False: mean squared Euclidean distance."""
+    """True: squared distance between L2-normalised rows (0 to 4). False: mean squared Euclidean distance."""
     eps: float = setting(0.0, between=(0, 0.99))
-    """Shrinkage of the covariance towards the mean of its diagonal, 0..1; the paper takes 0."""
+    """Shrinkage of the covariance towards the mean of its diagonal, 0 to 1. The paper takes 0."""
     backend: Literal["auto", "reference", "torch", "triton"] = setting("auto", shapes_result=False)
-    """Whitening backend, see kernels/README.md; auto takes the fastest one measured on such a device."""
+    """Whitening backend, see kernels/README.md. auto: the fastest one that was measured on such a device."""
     cholesky_float64: bool = False
-    """Mean, covariance and factor of the whitening in float64, for embeddings of condition numbers above 1e5."""
+    """Compute mean, covariance and Cholesky factor in float64, for embeddings with condition numbers above 1e5."""
 
     def problems(self, config: Config) -> list[str]:
         """Check that slices are taller than the embedding is wide, and that the images divide into slices and blocks."""
