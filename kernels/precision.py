@@ -28,7 +28,7 @@ class full_float32:  # noqa: N801  used as a context manager, like torch's own
     def __exit__(self, *error: Any) -> None:
         self._autocast.__exit__(*error)
         if self._precision not in ("ieee", "none"):
-            # A flag that followed `torch.backends.fp32_precision` goes on following it.
+            # A flag that followed `torch.backends.fp32_precision` still follows it.
             self._flags.fp32_precision = "none"
             if self._flags.fp32_precision != self._precision:
                 self._flags.fp32_precision = self._precision

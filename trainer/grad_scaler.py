@@ -25,7 +25,7 @@ class GradScaler:
         torch._foreach_mul_(gradients, 1 / self.scale)
 
     def update(self, overflowed: Tensor) -> None:
-        """overflowed: 0-d bool, on the device: halve the scale; else double it after so many steps in a row."""
+        """overflowed: 0-d bool, on the device: halve the scale; else double it after STEPS_TO_GROW steps in a row."""
         good_steps = torch.where(overflowed, 0, self.good_steps + 1)
         grows = good_steps == STEPS_TO_GROW
         self.scale *= torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))

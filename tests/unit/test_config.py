@@ -55,7 +55,9 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     )
     assert "views.early_sizes is [96, 128] with early_size_epochs [5]: give as many epochs as sizes" in message
     assert "cuda_graphs is true with compile false: set compile to auto or true" in message
-    assert "accumulation_steps is 8: data.images_per_step 1024 does not divide into so many micro-batches of" in message
+    assert (
+        "accumulation_steps is 8: data.images_per_step 1024 can't be divided into that many micro-batches of" in message
+    )
     assert "multiples of 256 images, which wmse needs together; take 1, 2, 4" in message
     assert "rising" in problems("views: {early_sizes: [96, 96], early_size_epochs: [5, 5]}", tmp_path)
     assert "each must be below views.size 96" in problems(

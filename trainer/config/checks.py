@@ -92,7 +92,7 @@ def _micro_batches(config: Config) -> list[str]:
         )
     if count > 1 and images % (count * unit):
         problems.append(
-            f"optimizer.accumulation_steps is {count}: data.images_per_step {images} does not divide into so many "
+            f"optimizer.accumulation_steps is {count}: data.images_per_step {images} can't be divided into that many "
             f"micro-batches of multiples of {unit} images, which {config.method} needs together; take "
             f"{divisors(images // unit)}"
         )

@@ -74,7 +74,7 @@ def _micro_batches(config: Config, images_per_rank: int) -> int:
         found = next(fitting, 0)
         if not found:
             raise InputError(
-                f"optimizer.images_per_micro_batch is {most}: the {images_per_rank} images of a rank do not divide into "
+                f"optimizer.images_per_micro_batch is {most}: the {images_per_rank} images of a rank can't be divided into "
                 f"micro-batches that small and of multiples of {unit} images, which {config.method} needs together; take "
                 f"{unit} or more, or more ranks"
             )
@@ -82,7 +82,7 @@ def _micro_batches(config: Config, images_per_rank: int) -> int:
     count = config.optimizer.accumulation_steps
     if count > 1 and images_per_rank % (count * unit):
         raise InputError(
-            f"optimizer.accumulation_steps is {count}: the {images_per_rank} images of a rank do not divide into so many "
+            f"optimizer.accumulation_steps is {count}: the {images_per_rank} images of a rank can't be divided into that many "
             f"micro-batches of multiples of {unit} images, which {config.method} needs together; take "
             f"{divisors(images_per_rank // unit)}"
         )

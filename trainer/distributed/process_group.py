@@ -53,9 +53,10 @@ def process_group(
 ) -> Iterator[None]:
     """Open the group of all ranks while the block runs; there is none if this process is alone.
 
-    facts: what must be the same on all ranks, by name. first: called on rank 0 when all ranks are there, before any goes on;
-    an InputError or TrainingFailedError that it raises is raised by every rank. before_exit: called before the process is
-    ended because another rank has failed.
+    facts: what must be the same on all ranks, by name.
+    first: called on rank 0 when all ranks have joined, before any of them continues. If it raises InputError or
+        TrainingFailedError, every rank raises it.
+    before_exit: called before the process is ended because another rank has failed.
     """
     global _peers
     if ranks.world_size == 1:

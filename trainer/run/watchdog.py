@@ -37,11 +37,11 @@ class Watchdog:
         before_exit: Sequence[Callable[[str], None]],
         on_stall: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Warn after `warn_seconds` without news and each time that has doubled.
+        """Warn after `warn_seconds` without progress, and again each time that this time has doubled.
 
-        details: what more can be said of the wait, empty where nothing. before_exit: called one after the other, with what the
-        run waits for, before the process ends. on_stall: called with the same whenever it is logged, and with "" when the run
-        goes on.
+        details: says more about the wait, or returns an empty text. before_exit: called one after the other before the process
+        ends, with what the run waits for. on_stall: called with the same text whenever it is logged, and with "" when the run
+        makes progress again.
         """
         self._warn_seconds = warn_seconds
         self._details = details

@@ -39,7 +39,7 @@ class Memory:
         return self.state + self.kept
 
     def fits(self, card_gib: float) -> bool:
-        """Return whether a run fits a card of so many GiB, as far as this estimate goes."""
+        """Return whether a run is estimated to fit a card of `card_gib` GiB."""
         return self.total / _GIB + _TEMPORARY_SHARE * self.kept / _GIB + _OTHER_GIB <= card_gib
 
 
