@@ -1,5 +1,9 @@
-"""fp16 holds nothing below 6e-8: the loss is multiplied before backward, so that small gradients stay, and gradients are
-divided by the same afterwards. The scale finds its own size (Micikevicius et al., Mixed Precision Training, 2018)."""
+"""The loss scale of fp16, kept on the device.
+
+fp16 can't represent numbers below 6e-8. The loss is multiplied by a scale before backward, so that small gradients survive,
+and the gradients are divided by it afterwards. The scale adapts: it is halved after an overflow, and doubled after many
+steps without one (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,19 @@ STEPS_TO_GROW = 2000  # without an overflow, before the scale doubles
 
 
 class GradScaler:
-    """The scale of this run, on the device; the same on all ranks, since all learn of an overflow in the same step."""
+    """The loss scale of a run. It is the same on all ranks, because all of them learn of an overflow in the same step."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.full((), FIRST_SCALE, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """In place."""
+        """Divide the gradients by the scale, in place."""
         torch._foreach_mul_(gradients, 1 / self.scale)
 
     def update(self, overflowed: Tensor) -> None:
-        """overflowed: 0-d bool, on the device: halve the scale; else double it after STEPS_TO_GROW steps in a row."""
+        """Halve the scale if `overflowed` (0-d bool, on the device), and double it after STEPS_TO_GROW steps without
+        overflow."""
         good_steps = torch.where(overflowed, 0, self.good_steps + 1)
         grows = good_steps == STEPS_TO_GROW
         self.scale *= torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))
@@ -33,10 +38,10 @@ class GradScaler:
         self.good_steps.copy_(torch.where(grows, 0, good_steps))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """Restore what `state` returned."""
         self.scale.copy_(state["scale"])
         self.good_steps.copy_(state["good_steps"])

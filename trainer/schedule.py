@@ -1,4 +1,4 @@
-"""Learning rate and kept checkpoints as functions of the step. Epochs become steps here and nowhere else."""
+"""Learning rate, size of the views and kept checkpoints as functions of the step. Only this module converts epochs to steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Schedule:
     """Linear warm-up, then half a cosine to 0, or a constant that drops."""
 
     peak: float
-    """Rate after the warm-up."""
+    """Learning rate after the warm-up."""
     total_steps: int
     warmup_steps: int
     drop_steps: tuple[int, ...] | None
-    """Steps from which on the rate is multiplied once more by drop_factor; None: cosine."""
+    """Steps from which the learning rate is multiplied once more by drop_factor. None: cosine."""
     drop_factor: float
     warmup_from: Literal["zero", "first_step"] = "zero"
 
     def learning_rate(self, step: int) -> float:
-        """The rate of the update that step `step` (from 0) makes."""
+        """Return the learning rate of the update in step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + (self.warmup_from == "first_step")) / self.warmup_steps
         if self.drop_steps is None:
@@ -33,14 +33,14 @@ class Schedule:
 
 
 def size_steps(config: Config, steps_per_epoch: int) -> tuple[tuple[int, int], ...]:
-    """(first step, size of the views from there on), rising from step 0."""
+    """Return (first step, size of the views from then on) for each size, in the order of steps, which begin at 0."""
     v = config.views
     starts = [0, *(epoch * steps_per_epoch for epoch in v.early_size_epochs)]
     return tuple(zip(starts, [*v.early_sizes, v.size], strict=True))
 
 
 class Steps:
-    """The steps of some ranges. Not listed: a benchmark's endless run has more than fit into memory."""
+    """The steps of several ranges. They are not listed: a benchmark's endless run has more than memory holds."""
 
     def __init__(self, *ranges: range) -> None:
         self.ranges = ranges
@@ -50,28 +50,30 @@ class Steps:
 
 
 def evaluation_steps(config: Config, steps_per_epoch: int) -> Steps:
-    """Steps at which a checkpoint is saved for the evaluation: the ends of the epochs that the config names."""
-    c, o = config.checkpoint, config.optimizer
-    drops = o.drop_epochs_before_end if o.schedule == "drops" else ()
-    first_drop = (o.epochs - (drops[0] if drops else 0)) * steps_per_epoch
-    before = c.keep_every_epochs * steps_per_epoch
-    after = c.keep_every_epochs_after_drop * steps_per_epoch or before
-    return Steps(_multiples(before, 0, first_drop), _multiples(after, first_drop, o.epochs * steps_per_epoch))
+    """Return the steps at which a checkpoint is saved for the evaluation: the ends of the epochs that the config names."""
+    optimizer = config.optimizer
+    drops = optimizer.drop_epochs_before_end if optimizer.schedule == "drops" else ()
+    last_step = optimizer.epochs * steps_per_epoch
+    first_drop = last_step - (drops[0] * steps_per_epoch if drops else 0)
+    # the curve has more points after the first drop, where the accuracy rises fast
+    before = config.checkpoint.keep_every_epochs * steps_per_epoch
+    after = config.checkpoint.keep_every_epochs_after_drop * steps_per_epoch or before
+    return Steps(_multiples(before, 0, first_drop), _multiples(after, first_drop, last_step))
 
 
 def kept_steps(config: Config, steps_per_epoch: int) -> Steps:
-    """Steps whose checkpoint, once saved, is never deleted."""
+    """Return the steps whose checkpoints are never deleted."""
     every = _multiples(config.checkpoint.keep_every_steps, 0, config.optimizer.epochs * steps_per_epoch)
     return Steps(*evaluation_steps(config, steps_per_epoch).ranges, every)
 
 
 def _multiples(of: int, above: int, most: int) -> range:
-    """The multiples of a number in above < n <= most; none of 0."""
+    """Return the multiples of a number with above < n <= most; none if it is 0."""
     return range(of * (above // of + 1), most + 1, of) if of else range(0)
 
 
 def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
-    """The schedule of the whole run, whatever max_steps says."""
+    """Build the schedule of the whole run, which does not depend on max_steps."""
     o = config.optimizer
     drops = tuple((o.epochs - before) * steps_per_epoch for before in o.drop_epochs_before_end)
     return Schedule(
@@ -85,6 +87,7 @@ def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
 
 
 def peak_learning_rate(config: Config) -> float:
-    """The rate after warm-up, by the config's rule."""
-    o = config.optimizer
-    return o.learning_rate * (math.sqrt(config.data.images_per_step) if o.learning_rate_rule == "sqrt" else 1.0)
+    """Return the learning rate after the warm-up, by optimizer.learning_rate_rule."""
+    if config.optimizer.learning_rate_rule == "sqrt":
+        return config.optimizer.learning_rate * math.sqrt(config.data.images_per_step)
+    return config.optimizer.learning_rate

@@ -1,7 +1,7 @@
-"""BatchNorm whose statistics come from one view index at a time, or from the rows of all ranks.
+"""BatchNorm with statistics of each view separately, or of the rows of all ranks.
 
-torch's SyncBatchNorm refuses CPUs and breaks compiled graphs, and knows no views; this one is plain tensor operations and
-one functional collective a direction.
+torch's SyncBatchNorm does not run on CPUs, breaks compiled graphs, and can't separate views. This one consists of plain tensor
+operations, and one functional collective in each direction.
 
 Shapes: x (d*N, C, ...) view-major; statistics (d, C), or (1, C) where all views are taken together.
 """
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ViewBatchNorm(nn.Module):
-    """Takes over the parameters, buffers and options of a BatchNorm; their names in state_dict() stay the same."""
+    """A BatchNorm that takes over the parameters, buffers and options of another one, with the same names in state_dict()."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -26,9 +26,9 @@ class ViewBatchNorm(nn.Module):
     running_var: Tensor
 
     def __init__(self, norm: _BatchNorm, num_views: int, group_name: str | None, world_size: int) -> None:
-        """num_views: parts of the batch with statistics of their own; 1: all rows together.
+        """num_views: number of parts of the batch that have statistics of their own; 1: all rows together.
 
-        group_name: process group whose rows are taken together (equal counts on all ranks); None: this rank's alone.
+        group_name: process group over which statistics are taken, with the same number of rows on all ranks; None: this rank.
         """
         super().__init__()
         self.register_parameter("weight", norm.weight)
@@ -71,7 +71,8 @@ class ViewBatchNorm(nn.Module):
         if self.weight is not None:
             scale = scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        # by rows: a residual block adds in place to what comes out, which costs copies in backward where that is a view
+        # one scale and shift for each row: a residual block adds in place to the output, and if the output were a view,
+        # that would cost copies in backward
         scale, shift = (self._by_row(each, views) for each in (scale, shift))
         return torch.addcmul(shift, views.flatten(0, 1), scale).to(x.dtype)
 
@@ -88,15 +89,15 @@ class ViewBatchNorm(nn.Module):
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """float64 as it is (tests compare in it), anything less as float32."""
+    """Return float64 unchanged, since tests compare in it, and everything else as float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 class _OverRanks(torch.autograd.Function):
-    """Mean and variance (d, C) of each rank's rows -> of all rows, the same on all ranks, which hold equal counts.
+    """Turn the mean and variance (d, C) of each rank's rows into those of all rows. All ranks hold the same number of rows.
 
-    Forward and backward send 2 d C numbers, however many ranks there are. Forward's are float64, since the variance is the
-    difference of the mean of squares and the square of the mean.
+    Forward and backward send 2 d C numbers each, for any number of ranks. Forward sends float64, because the variance is the
+    difference between the mean of squares and the square of the mean.
     """
 
     @staticmethod
@@ -111,7 +112,7 @@ class _OverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Every rank's output depends on this rank's input: all of them owe it a gradient."""
+        """Sum gradients over ranks, since every rank's output depends on this rank's input."""
         (own_less_all,) = ctx.saved_tensors
         owed = funcol.all_reduce(torch.stack([grad_mean, grad_var]), "sum", ctx.group_name)
         owed_mean, owed_var = owed.div(ctx.world_size).unbind()
@@ -119,7 +120,7 @@ class _OverRanks(torch.autograd.Function):
 
 
 def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None, world_size: int) -> nn.Module:
-    """Replace every BatchNorm inside `module`; as it is where the plain one does the same."""
+    """Replace every BatchNorm inside `module` by a ViewBatchNorm, unless the plain one does the same."""
     if num_views == 1 and group_name is None:
         return module
     for name, child in module.named_children():
@@ -131,8 +132,8 @@ def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None
 
 
 def stop_counting_batches(model: nn.Module) -> None:
-    """Take the number of batches out of every BatchNorm: with a fixed momentum nothing reads it, and each costs a GPU a launch
-    a step."""
+    """Remove the number of batches from every BatchNorm. With a fixed momentum nothing reads it, and updating each costs a
+    GPU one launch in every step."""
     for norm in model.modules():
         if isinstance(norm, _BatchNorm) and norm.momentum is not None:
             norm.num_batches_tracked = None
