@@ -1,6 +1,6 @@
 """The training loop: read this first.
 
-config -> index -> plan -> DALI views -> encoder -> projector -> loss -> step -> this loop -> checkpoint
+config -> index -> plan -> DALI views -> networks -> loss -> step -> this loop -> checkpoint (docs/architecture.md)
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, build_fault_counter, build_loader, set_up
 from trainer.tools.dry_run import describe_run
 
-_LOCK_SECONDS = 120.0  # a file server may hold the lock of a node that has died for a while
+_LOCK_SECONDS = 120.0  # a file server may keep the lock of a dead node for a while
 _HOST_DELAY = 2  # steps after which the host reads what a step left on the device
 _log = logging.getLogger(__name__)
 
 
 def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | None = None) -> int:
-    """Start the run of `config`, or go on with it if its folder holds a checkpoint. Returns the exit code.
+    """Start the run of `config`, or resume it if its folder holds a checkpoint. Returns the exit code.
 
     sources: where each setting comes from, for the log and config.yaml."""
     ranks = find_ranks()
     run_dir = open_run_folder(config.run_dir)
-    start_logging(None, ranks.rank)  # log.txt belongs to whoever holds the folder
+    start_logging(None, ranks.rank)  # only a process that holds the folder may write log.txt
     if config.allow_idle_ranks:
         used = usable_ranks(config, ranks.world_size)
         if ranks.rank >= used:
@@ -62,7 +62,7 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
         state = RunState(run_dir, ranks)
 
         def open_folder() -> None:
-            """Take the run folder, once all ranks are there and before any of them continues."""
+            """Lock the run folder, after all ranks have joined and before any of them continues."""
             stack.enter_context(lock_run_folder(run_dir, wait_seconds=_LOCK_SECONDS if ranks.restarts else 0.0))
             start_logging(run_dir, ranks.rank)
             state.start(config.max_idle_restarts)
@@ -107,7 +107,7 @@ def _note_signal(state: RunState) -> None:
 
 
 def _device(config: Config, ranks: Ranks) -> tuple[torch.device, str]:
-    """Return this rank's device, and what is wrong with it: one of several ranks must tell the others before it ends."""
+    """Return this rank's device and what is wrong with it. One of several ranks must not end before it has told the others."""
     try:
         return choose_device(config, ranks), ""
     except InputError as error:
@@ -122,7 +122,7 @@ def train(
     """Make all steps from the newest checkpoint on. Returns DONE or PREEMPTED; raises TrainingFailedError.
 
     make_loader: builds the loader of the batches from a step on; benchmarks wrap it."""
-    # --- where we are ---
+    # --- resume, and build what the loop needs ---
     ranks, log_every = run.ranks, run.config.log.every_steps
     sums = MetricSums(run.step.method.metrics, run.device)
     first_step = step = resume(run, sums)
@@ -154,18 +154,20 @@ def train(
             step = batch.step + 1
             state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
 
-            # --- metrics and signals, read two steps late ---
+            # --- metrics: copied to the host now, read two steps later, since waiting for them would stall the device ---
             clock.waited(batch.wait_seconds)
             logged = step % log_every == 0 or step == run.schedule.total_steps
             known = {"lr": learning_rate, **clock.line(step), **_machine(run, loader)} if logged else {}
             late.add(step, result.flags, known, sums.take(result.embeddings, ranks) if logged else {})
             if writer:
                 writer.show_step(step, batch.views)
+
+            # --- flags of two steps ago: count skipped updates, learn whether any rank was asked to stop or save ---
             stopping, save_now = _read_records(late.ready(step), faults, writer, state)
 
             # --- save, stop ---
             if stopping or save_now or saves.steps_due(step) or step == run.end_step:
-                # a resume after this step writes no line again, and a fault that ends the run is known before it is saved
+                # read what is left: a resumed run writes no line twice, and a fault that ends the run prevents the save
                 stopping = max(stopping, _read_records(late.ready(), faults, writer, state)[0])
                 if step == run.end_step and first_step == 0:
                     faults.check_progress()
@@ -185,7 +187,7 @@ def train(
 
 @contextmanager
 def _failure_told_at_once(state: RunState) -> Iterator[None]:
-    """Tell the other ranks of an error in the block and write it to state.json, before anything is closed that may block."""
+    """If the block raises, tell the other ranks and write state.json before anything is closed, since closing may block."""
     try:
         yield
     except BaseException as error:
@@ -197,7 +199,7 @@ def _failure_told_at_once(state: RunState) -> Iterator[None]:
 def _read_records(
     records: list[dict[str, Any]], faults: FaultCounter, writer: MetricsWriter | None, state: RunState
 ) -> tuple[int, bool]:
-    """Count faults and write metrics. Returns how the ranks agreed to stop, and whether they agreed to save."""
+    """Count skipped updates and write metrics. Returns how the ranks agreed to stop, and whether they agreed to save."""
     stopping, save_now = GO_ON, False
     for record in records:
         faults.count(record["step"] - 1, int(record["fault"]))
@@ -211,7 +213,7 @@ def _read_records(
 
 
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
-    """Return the memory and the bad images for a logged line."""
+    """Return the memory and the number of skipped images for a logged line."""
     used, limit = memory_gib(run.device)
     skipped_images = count_bad_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
     return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "skipped_images": skipped_images}
@@ -280,7 +282,7 @@ def _finish_saving(saver: Saver) -> None:
 
 
 def _finish(run: Run, step: int, stopped: int, state: RunState) -> int:
-    """Write and log how the run ended; `stopped` is GO_ON if it came to its end."""
+    """Write and log how the run ended. stopped: GO_ON if the loop came to its end."""
     code = PREEMPTED if stopped == PREEMPT else DONE
     finished = "done" if step == run.schedule.total_steps else "paused"
     status = {GO_ON: finished, PREEMPT: "preempted", STOP: "stopped"}[stopped]
@@ -291,7 +293,7 @@ def _finish(run: Run, step: int, stopped: int, state: RunState) -> int:
 
 
 class _StepLimits:
-    """How long a step may stand before the watchdog ends the process."""
+    """Decides how long a step may hang before the watchdog ends the process."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -305,8 +307,10 @@ class _StepLimits:
         return f"makes step {batch.step}{first}, or waits for another rank in it"
 
     def seconds(self, batch: Batch) -> float | None:
-        """Return the limit of a step; the first step at each size of the views may compile, and the host notices two steps
-        later that another rank still does."""
+        """Return the limit of a step in seconds; None: no limit.
+
+        The first step at each size of the views may compile, and the host notices two steps later that another rank still
+        does."""
         size = batch.views.shape[-1]
         if size != self._size:
             self._size, self._long_until = size, batch.step + _HOST_DELAY
@@ -315,7 +319,7 @@ class _StepLimits:
 
 
 class _SaveTimes:
-    """When a checkpoint is due, by steps (all ranks know) and by minutes (the first rank's clock, agreed in the step)."""
+    """Decides when a checkpoint is due: by steps, which all ranks know, and by minutes, of which rank 0 tells the others."""
 
     def __init__(self, run: Run) -> None:
         self._config = run.config.checkpoint
