@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
+from trainer.bench.synthetic import synthetic_run
 
 from tests.gpu.part import Line, Task, in_words, main
 from trainer.bench import compute
 from trainer.bench.phases import profile_steps
-from trainer.bench.synthetic import synthetic_run
 from trainer.config.schema import Config, DataConfig, ModelConfig, ViewsConfig, WMSESettings
 from trainer.distributed.ranks import Ranks
 

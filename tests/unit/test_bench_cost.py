@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-
 from trainer.bench.cost import MEANING, measure_cost, peak_bytes, saved_bytes
 from trainer.bench.traffic import Traffic
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from trainer.bench.floor import Ceilings, floor, measure_ceilings
 
 from trainer.bench import floor as floor_module
-from trainer.bench.floor import Ceilings, floor, measure_ceilings
 from trainer.bench.shapes import LossShape
 
 SHAPE = LossShape(num_views=2, num_images=16, slice_size=8, embedding_size=4, iterations=3)

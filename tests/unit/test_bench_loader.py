@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 import trainer.bench.loader_sweep as sweep_module
-from trainer.bench import loading
-from trainer.bench.loader import bench_loader
 from trainer.bench.loader_sweep import bench_loader_sweep, grid, words
 from trainer.bench.loading import ColdIndex, endless_loader
+
+from trainer.bench import loading
+from trainer.bench.loader import bench_loader
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 from trainer.data.index import open_index

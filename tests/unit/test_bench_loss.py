@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainer.bench.cost import MEANING
 
 from tests.conftest import ROOT
 from trainer.bench import floor, implementations
-from trainer.bench.cost import MEANING
 from trainer.bench.implementations import drop_refusing, loop_loss, runnable_backends
 from trainer.bench.loss import MODES, bench_loss
 from trainer.bench.shapes import RECIPE_SHAPES, LossShape, parse_shapes, shape_of_config

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from trainer.bench.roofline import ModelCost, _count, count_model_cost, measure_machine
 
 from trainer.bench import floor, roofline
-from trainer.bench.roofline import ModelCost, _count, count_model_cost, measure_machine
 from trainer.config.loading import load_config
 
 CPU = torch.device("cpu")

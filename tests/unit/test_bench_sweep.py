@@ -9,10 +9,10 @@ from runpy import run_path
 import pytest
 import torch
 from PIL import Image
+from trainer.bench.sweep import LINES, WhiteningSize, bench_sweep, whitening_steps
 
 from kernels.whitening import whiten
 from trainer.bench.implementations import runnable_backends
-from trainer.bench.sweep import LINES, WhiteningSize, bench_sweep, whitening_steps
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

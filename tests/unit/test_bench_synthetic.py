@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from trainer.bench.synthetic import synthetic_run, synthetic_views, write_index_only
+
 from trainer.config.loading import load_config
 from trainer.data.index import open_index
 from trainer.distributed.ranks import Ranks

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from benchmarks import loader_options
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.loader_dali import dali_batches
 from benchmarks.peers.loader_torchvision import torchvision_batches
 from benchmarks.peers.loaders import loaders
 from benchmarks.peers.optimizers import compare_optimizers, optimizers
+
+from benchmarks import loader_options
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 
