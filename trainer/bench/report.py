@@ -219,7 +219,7 @@ REPORTS: dict[str, Callable[[Result], Report]] = {
     "whitening_sweep": _whitening,
     "loader": _loader,
     "loader_sweep": _loader_sweep,
-    "loader_options": comparison,  # of earlier versions, now a part of peers
+    "loader_options": lambda result: comparison(result, "options"),  # of earlier versions, now a part of peers
     "peers": _peers,
     "compute": _compute,
     "end2end": _end2end,
