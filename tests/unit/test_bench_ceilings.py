@@ -26,13 +26,11 @@ def test_the_loss_takes_the_longer_of_arithmetic_and_memory() -> None:
 
 def test_the_arithmetic_of_a_view_grows_with_the_projector(tiny_config: Path) -> None:
     """A hidden layer of h more columns costs 2 (inputs + outputs) h operations, three times over in forward and backward."""
-    settings = ["--model.projector_hidden", "[64]"]
-    narrow = count_flop_per_view(load_config(tiny_config, settings), CPU, None)
+    narrow = count_flop_per_view(load_config(tiny_config, ["--model.projector_hidden", "[64]"]), CPU, torch.bfloat16)
     wide = count_flop_per_view(load_config(tiny_config, ["--model.projector_hidden", "[128]"]), CPU, None)
     per_column = (wide - narrow) / 64
     assert per_column % 6 == 0
     assert per_column / 6 > 8, "the encoder's features and the embedding's 8 columns"
-    assert count_flop_per_view(load_config(tiny_config, settings), CPU, torch.bfloat16) == narrow
 
 
 def test_rates_of_this_machine_are_plausible() -> None:

@@ -34,11 +34,7 @@ def test_a_quick_part_is_rehearsed_and_its_figures_are_on_the_disk(tmp_path: Pat
     assert found["lines"][0]["packages"]["torch"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_at_once(tmp_path: Path) -> None:
-    done = run_program(str(tmp_path))
-    assert done.returncode == 2
-    assert "--tiny rehearses on a CPU" in done.stderr
+def test_a_part_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     done = run_program(str(tmp_path), "--tiny", "--only", "goood")
     assert done.returncode == 2
     assert "no part goood" in done.stderr

@@ -58,8 +58,9 @@ def test_a_peer_shows_the_same_image_in_all_views(config: Config, name: str) -> 
 
 
 def test_every_loader_goes_on_past_an_epoch(config: Config) -> None:
+    """The set has three steps."""
     for start in loaders.peer_loaders(config, 0).values():
-        assert sum(1 for _ in islice(start(), 40)) == 40
+        assert sum(1 for _ in islice(start(), 8)) == 8
 
 
 def test_every_optimizer_updates_all_its_parameters(config: Config) -> None:

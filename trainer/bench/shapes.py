@@ -57,7 +57,7 @@ def not_measured(config: Config) -> list[str]:
     """Return the settings of the loss that are not measured, as text: the authors' loop has no such thing."""
     loop = {"normalize": True, "eps": 0.0}
     return [
-        f"loss.{name} is {value}, measured with {loop[name]}"
+        f"wmse.{name} is {value}, measured with {loop[name]}"
         for name, value in dataclasses.asdict(config.wmse).items()
         if name in loop and value != loop[name]
     ]

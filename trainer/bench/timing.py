@@ -115,5 +115,5 @@ def _slowest(seconds: float, ranks: Ranks) -> float:
 def spread(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     """Return median, quartile_1, quartile_3 of the samples times `scale`, and windows, which is how many there are."""
     scaled = [scale * sample for sample in samples]
-    lower, median, upper = statistics.quantiles(scaled, n=4, method="inclusive")
+    lower, median, upper = statistics.quantiles(scaled, n=4, method="inclusive") if len(scaled) > 1 else 3 * scaled
     return {"median": median, "quartile_1": lower, "quartile_3": upper, "windows": len(scaled)}
