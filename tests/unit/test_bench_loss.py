@@ -13,6 +13,7 @@ from trainer.bench.shapes import RECIPE_SHAPES, LossShape, shape_of_config
 from trainer.cli import main
 from trainer.config.loading import load_config
 from trainer.losses.wmse import draw_permutations, wmse_loss
+from trainer.tools.memory import saved_storages
 from trainer.tools.run_plan import plan_lines
 
 
@@ -47,6 +48,17 @@ def test_figures_are_complete_and_need_neither_settings_nor_images(
             assert both["speedup_over_loop"] == pytest.approx(loop / both["median"])
             assert entry["costs"][name]["times_floor"] == pytest.approx(both["median"] / entry["floor"]["floor_us"])
         assert entry["costs"]["loop"]["saved_bytes"] > entry["costs"]["torch"]["saved_bytes"] > 0
+
+
+def test_each_storage_that_autograd_saves_counts_once() -> None:
+    v = torch.arange(32.0).requires_grad_()  # 128 bytes
+
+    def halves_of_one_storage() -> torch.Tensor:
+        y = v.exp()
+        return (y[:4] * y[4:8]).sum()
+
+    for forward, expected in ((lambda: v * 2, 0), (v.square, 128), (halves_of_one_storage, 128)):
+        assert sum(storage.nbytes() for storage in saved_storages(forward).values()) == expected
 
 
 def test_who_refuses_a_size_is_left_out_with_the_reason() -> None:

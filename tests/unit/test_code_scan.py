@@ -5,7 +5,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.unit.code_scan import find_forbidden
 
-SCANNED = [path for folder in ("trainer", "kernels", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")]
+SCANNED = [path for folder in ("trainer", "kernels", "scripts") for path in (ROOT / folder).rglob("*.py")]
 HELPERS = [
     ROOT / "tests" / name for name in ("conftest.py", "data/pictures.py", "data/drawing.py", "integration/launch.py")
 ]

@@ -81,7 +81,7 @@ def compare_loaders(loaders: Loaders, views: int, seconds: float, windows: int =
 
     A loader lives in its own windows only, so that none works ahead in another's."""
     timers = {name: _window(start) for name, start in loaders.items()}
-    samples = interleave(timers, seconds, max_windows=windows, warm_up=False)
+    samples = interleave(timers, seconds, num_windows=windows, warm_up=False)
     rates = {name: [views / each for each in values] for name, values in samples.items()}
     return {name: {**spread(values), "samples": values} for name, values in rates.items()}
 

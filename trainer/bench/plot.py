@@ -10,7 +10,7 @@ from typing import Any
 from trainer.bench.report import measured_with
 from trainer.errors import InputError
 
-AXES = {  # what grows along a line -> its name
+AXES = {  # what grows along a line -> the label of its axis
     "slices": "slices B",
     "size": "embedding size k",
     "rows": "rows of a slice M",

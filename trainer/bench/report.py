@@ -148,12 +148,9 @@ def _compute(result: Result) -> Report:
         ["ms a step", spread_text(result["step_ms"])],
         *([f"{name}, % of the phases", f"{value:.1f}"] for name, value in result["phases"]["percent"].items()),
         ["GFLOP a view", f"{best['flop_per_view'] / 1e9:.2f}"],
-        ["MB a view", f"{best['bytes_per_view'] / 1e6:.1f}"],
         ["best product, TFLOP/s", f"{best['matmul_tflops']:.3g}"],
-        ["best copy, GB/s", f"{best['copy_gb_per_s']:.3g}"],
         [f"roofline, views/s a rank (by {best['roofline_bound']})", f"{best['roofline_views_per_s']:,.2f}"],
         ["arithmetic used", f"{best['flop_utilisation']:.0%}"],
-        ["traffic used", f"{best['traffic_utilisation']:.0%}"],
     ]
     for name, norm in result.get("batch_norm", {}).items():
         rows.append([f"BatchNorm {name}, ms a step", f"{spread_text(norm['step_ms'])}, {norm['percent_above']:+.1f} %"])

@@ -67,16 +67,18 @@ def interleave(
     *,
     ranks: Ranks | None = None,
     min_calls: int = 1,
-    max_windows: int = MAX_WINDOWS,
+    num_windows: int = 0,
     warm_up: bool = True,
 ) -> dict[Name, list[float]]:
     """Return the seconds of a call in each window. All functions together take about `seconds`.
 
     Every round has one window of each function, and all windows last about as long. With several ranks the slowest one decides
-    how many calls a window has, so that all make the same calls. warm_up: call every function once before it is timed.
+    how many calls a window has, so that all make the same calls.
+
+    num_windows: of each function; 0: from 3 to 50, as time allows. warm_up: call every function once before it is timed.
     """
     ranks = ranks or Ranks()
-    target = max(MIN_WINDOW_SECONDS, seconds / max_windows / max(1, len(windows)))
+    target = max(MIN_WINDOW_SECONDS, seconds / (num_windows or MAX_WINDOWS) / max(1, len(windows)))
     calls: dict[Name, int] = {}
     round_seconds = 0.0
     for name, window in windows.items():
@@ -84,7 +86,7 @@ def interleave(
             window(1)
         calls[name], call_seconds = _calls_of_window(window, target, ranks, min_calls)
         round_seconds += calls[name] * call_seconds
-    rounds = min(max_windows, max(MIN_WINDOWS, round(seconds / max(round_seconds, 1e-9))))
+    rounds = num_windows or min(MAX_WINDOWS, max(MIN_WINDOWS, round(seconds / max(round_seconds, 1e-9))))
     samples: dict[Name, list[float]] = {name: [] for name in windows}
     for _ in range(rounds):
         for name, window in windows.items():

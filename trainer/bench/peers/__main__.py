@@ -14,11 +14,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.bench.loss import bench_config
+from trainer.bench.peers.loaders import compare_options, compare_with_peers
+from trainer.bench.peers.optimizers import compare_optimizers
 from trainer.bench.report import print_report
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
@@ -49,15 +50,14 @@ def main(argv: Sequence[str]) -> int:
 
 def compare(config: Config, own: argparse.Namespace) -> dict[str, Any]:
     """Measure each part in an equal share of the seconds. Raises InputError for an unknown part."""
-    # only what is measured is imported: a machine may lack DALI or timm
     device = choose_device(config, Ranks())
     images = own.loader_images or config.data.images_per_step
     smaller = replace(config, data=replace(config.data, images_per_step=images))
     parts: dict[str, Callable[[float], dict[str, Any]]] = {
-        "loader": partial(_compare_loaders, smaller, own.workers),
-        "options": partial(_compare_options, smaller),
-        "loss": partial(_compare_losses, config, own.ranks),
-        "optimizer": partial(_compare_optimizers, config, device),
+        "loader": lambda seconds: compare_with_peers(smaller, seconds, own.workers),
+        "options": lambda seconds: compare_options(smaller, seconds),
+        "loss": lambda seconds: _compare_losses(config, own.ranks, seconds),
+        "optimizer": lambda seconds: compare_optimizers(config, seconds, device),
     }
     chosen = own.only.split(",")
     unknown = [name for name in chosen if name not in parts]
@@ -65,18 +65,6 @@ def compare(config: Config, own: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--only {own.only}: {unknown[0]!r} is none of {', '.join(parts)}")
     results = {name: parts[name](own.seconds / len(chosen)) for name in chosen}
     return {"bench": "peers", "config": str(own.config), "seconds": own.seconds, **results, **provenance(device)}
-
-
-def _compare_loaders(config: Config, workers: int, seconds: float) -> dict[str, Any]:
-    from trainer.bench.peers.loaders import compare_with_peers
-
-    return compare_with_peers(config, seconds, workers)
-
-
-def _compare_options(config: Config, seconds: float) -> dict[str, Any]:
-    from trainer.bench.peers.loaders import compare_options
-
-    return compare_options(config, seconds)
 
 
 def _compare_losses(config: Config, ranks: int, seconds: float) -> dict[str, Any]:
@@ -88,12 +76,6 @@ def _compare_losses(config: Config, ranks: int, seconds: float) -> dict[str, Any
         "times": {name: figures[name]["median"] / figures["torch"]["median"] for name in ("loop", "reference")},
         "shape": measured["shape"],
     }
-
-
-def _compare_optimizers(config: Config, device: Any, seconds: float) -> dict[str, Any]:
-    from trainer.bench.peers.optimizers import compare_optimizers
-
-    return compare_optimizers(config, seconds, device)
 
 
 def _parser() -> argparse.ArgumentParser:
