@@ -1,7 +1,7 @@
 """Which backend of the whitening can do what, and which is the fastest: "auto" asks here.
 
 The measured tables are backends_cpu.json and backends_cuda.json beside this file, written by
-`python benchmarks/whitening_backends.py`. A device without a table takes "torch".
+`python -m trainer.bench.whitening`. A device without a table takes "torch".
 """
 
 import functools

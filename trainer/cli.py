@@ -87,8 +87,11 @@ def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
     )
 
 
-def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple[argparse.Namespace, list[str]]:
+def _parse_with_settings(
+    parser: argparse.ArgumentParser, words: Words, sub_parsers: Sequence[argparse.ArgumentParser] = ()
+) -> tuple[argparse.Namespace, list[str]]:
     """Split the words into a command's own options and the rest, which are settings; --help lists both."""
+    parsers = [parser, *sub_parsers]
     if "--help" in words or "-h" in words:
         from jsonargparse import ArgumentParser
 
@@ -96,11 +99,13 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: Words) -> tuple
 
         settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
         add_config_arguments(settings)
-        parser.epilog = settings.format_help().removeprefix("usage: ")
+        for each in parsers:
+            each.formatter_class = argparse.RawDescriptionHelpFormatter
+            each.epilog = settings.format_help().removeprefix("usage: ")
     own, rest = parser.parse_known_args(words)
     for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
         meant = f"--{name[2:].replace('-', '_')}"
-        if name != meant and meant in parser._option_string_actions:
+        if name != meant and any(meant in each._option_string_actions for each in parsers):
             raise InputError(f"unknown option {name}: did you mean {meant}?")
     return own, rest
 
@@ -202,7 +207,7 @@ def preview(words: Words) -> int:
     from trainer.config.loading import load_config
     from trainer.tools.preview import write_preview
 
-    print(write_preview(load_config(own.config, settings), own.images, own.out))
+    print(write_preview(load_config(own.config, settings, check_method=False), own.images, own.out))
     return DONE
 
 
@@ -271,9 +276,9 @@ def bench(words: Words) -> int:
     from trainer.bench.cli import add_arguments, run_bench
 
     parser = _parser(bench)
-    add_arguments(parser)
-    own, settings = _parse_with_settings(parser, words)
-    return run_bench(own, settings, _number_of_ranks(own))
+    kinds = add_arguments(parser)
+    own, settings = _parse_with_settings(parser, words, kinds)
+    return run_bench(own, settings)
 
 
 def demo(words: Words) -> int:

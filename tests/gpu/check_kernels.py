@@ -1,7 +1,7 @@
-"""Every backend of the whitening against float64: python -m tests.gpu.check_kernels OUT.json [--tiny]
+"""Check every backend of the whitening against float64: python -m tests.gpu.check_kernels OUT.json [--tiny]
 
 Value and gradient at all sizes, failed slices, no waiting for the device, CUDA graphs. Several processes compile the kernels
-ahead of the checks; Triton's cache on the disk hands them over.
+ahead of the checks into Triton's cache on the disk.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ FLOAT64_BOUND = 2e-6
 
 
 def compile_ahead(size: Size, eps: float) -> None:
-    """Both passes of the Triton backend, in another process."""
+    """Compile both passes of the Triton backend, in another process."""
     x = torch.randn(size, generator=torch.Generator().manual_seed(0)).cuda().requires_grad_()
     whiten(x, eps=eps, backend="triton").sum().backward()
 
 
 def accuracy(device: torch.device, case: Case) -> Iterator[Line]:
-    """Errors of value and gradient at most twice those of the definition in float32, differentiated by torch; with the
-    factor in float64 far below."""
+    """Check that errors are at most twice those of the definition in float32, and far below with the factor in float64."""
     size, condition, eps = case
     x = (rows_of_condition(*size, condition) + 1).float().to(device)
     grad_z = random_like(x)
@@ -80,7 +79,7 @@ def _errors(actual: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> list[float
 
 
 def _worst_errors_of_plain_float32(x: Tensor, grad_z: Tensor, eps: float, truth: tuple[Tensor, ...]) -> list[float]:
-    """Over three orders of the rows, which change nothing but rounding: one may be good by luck."""
+    """Return the worst errors over three orders of the rows, which change only the rounding: one may be good by luck."""
     worst = [0.0, 0.0]
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -121,7 +120,7 @@ def _harm(x: Tensor, fault: str, keywords: dict[str, Any]) -> str:
 
 
 def waiting_and_graphs(device: torch.device) -> Iterator[Line]:
-    """torch raises where something waits for the device; a captured pass equals an eager one on new rows. CUDA only."""
+    """Check that nothing waits for the device, and that a captured pass equals an eager one on new rows. CUDA only."""
     for variant, keywords in VARIANTS.items():
         x = rows_of_condition(4, 256, 128, 1e2).float().to(device).requires_grad_()
         grad_z = random_like(x)
@@ -162,7 +161,7 @@ def _order_of_need() -> list[tuple[Size, float]]:
 
 
 def check_kernels(task: Task) -> Iterator[Line]:
-    """All checks, representative sizes first; each as soon as its kernels are compiled."""
+    """Make all checks, representative sizes first, each as soon as its kernels are compiled."""
     if task.device.type != "cuda":
         for case in TINY_CASES:
             yield from accuracy(task.device, case)

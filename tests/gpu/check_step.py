@@ -1,7 +1,7 @@
-"""The training step: python -m tests.gpu.check_step OUT.json [--tiny]
+"""Check the training step: python -m tests.gpu.check_step OUT.json [--tiny]
 
-In every precision, eager, compiled and as CUDA graphs: it waits for nothing, its loss follows the float32 one, a failed step
-changes nothing.
+In every precision, eager, compiled and as CUDA graphs, it must wait for nothing, its loss must follow the float32 one, and a
+skipped update must change nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 0.15, "fp16": 0.05}  # of the first step
 
 
 class Variant(NamedTuple):
-    """One way to make a step."""
+    """A way to make a step."""
 
     precision: str
     compiled: bool = False
@@ -57,7 +57,7 @@ VARIANTS = (
 
 
 def build_step(config: Config, variant: Variant, device: torch.device) -> TrainStep:
-    """A step of the seed's weights. backend: of whitening and optimizer."""
+    """Build a step with the seed's weights. backend: of whitening and optimizer."""
     model = replace(config.model, activation_memory_budget=variant.budget)
     loss = replace(config.wmse, backend=variant.backend)
     optimizer = replace(config.optimizer, name=variant.optimizer, backend=variant.backend)
@@ -77,7 +77,7 @@ def build_step(config: Config, variant: Variant, device: torch.device) -> TrainS
 
 
 def pixels_of(seed: int, side: int, device: torch.device) -> Tensor:
-    """(R, 3, S, S) uint8, channels_last: smooth, so that the views of an image have something in common."""
+    """Draw (R, 3, S, S) uint8, channels_last: smooth, so that the views of an image have something in common."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(IMAGES, 3, 5, 5, generator=generator).repeat(VIEWS, 1, 1, 1)
     noise = torch.rand(VIEWS * IMAGES, 3, side, side, generator=generator)
@@ -87,13 +87,13 @@ def pixels_of(seed: int, side: int, device: torch.device) -> Tensor:
 
 
 def float32_loss(config: Config, parts: int, device: torch.device) -> float:
-    """Of the first step, eager. It depends on the number of parts, since BatchNorm sees one at a time."""
+    """Return the loss of the first step, eager. It depends on the number of parts, since BatchNorm sees one at a time."""
     step = build_step(config, Variant("fp32", parts=parts), device)
     return step(pixels_of(0, config.views.size, device), 0, 0.1).loss.item()
 
 
 def check(config: Config, variant: Variant, device: torch.device, expected_loss: float) -> Line:
-    """Four steps: the first one's loss, the third without waiting, the fourth fails."""
+    """Make four steps: compare the loss of the first, forbid the third to wait, make the fourth fail."""
     step = build_step(config, variant, device)
     rows = [pixels_of(seed, config.views.size, device) for seed in range(4)]
     if step.grad_scaler is not None:
@@ -103,21 +103,21 @@ def check(config: Config, variant: Variant, device: torch.device, expected_loss:
     failed = without_waiting(lambda: step(rows[2], 0, 0.1), device).skipped
     line: Line = {"said": f"loss {loss:.4f}, float32 {expected_loss:.4f}", "loss": loss, "expected": expected_loss}
     if failed:
-        return {**line, "problem": "the third step failed"}
+        return {**line, "problem": "the third update was skipped"}
     if not abs(loss - expected_loss) < LOSS_TOLERANCE[variant.precision]:
         return {**line, "problem": "another loss than in float32"}
     weights = [p.detach().clone() for p in step.method.networks.parameters()]
     same = rows[3].clone()
     same[:IMAGES] = same[:1]
     if not step(same, 0, 0.1).skipped:
-        return {**line, "problem": "a view of one picture was not noticed"}
+        return {**line, "problem": "a view of one image was not noticed"}
     if not all(torch.equal(a, b) for a, b in zip(weights, step.method.networks.parameters(), strict=True)):
-        return {**line, "problem": "a failed step changed the weights"}
+        return {**line, "problem": "a skipped update changed the weights"}
     return line
 
 
 def check_all(task: Task) -> Iterator[Line]:
-    """A line for each variant."""
+    """Yield a line for each variant."""
     config = TINY if task.tiny else SMALL
     expected: dict[int, float] = {}
     for variant in VARIANTS:

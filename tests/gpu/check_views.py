@@ -1,7 +1,7 @@
-"""DALI's views on a GPU against those on the CPU: python -m tests.gpu.check_views OUT.json [--tiny]
+"""Compare DALI's views on a GPU with those on the CPU: python -m tests.gpu.check_views OUT.json [--tiny]
 
-The same plan drawn by both: every recipe's kind of graph, JPEG and PNG apart (the GPU's JPEG decoder rounds otherwise). Then
-the loader beside a device that is full of other work: the same batches, none written over before it was used.
+Both draw the same plan, for every kind of graph, JPEG and PNG apart (the GPU's JPEG decoder rounds otherwise). Then the loader
+runs beside other work of the device: it must make the same batches, and write over none before it is used.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MEAN_BOUND = {"png": 0.6, "jpg": 2.5}
 
 
 def loader_of(index: Index, recipe: ViewsConfig, device: torch.device) -> ViewLoader:
-    """Six steps of a plan, the same for each device."""
-    rows = ImageRange(0, IMAGES_PER_STEP)
-    planner = Planner(recipe, seed=3, num_images=len(index), images_per_step=IMAGES_PER_STEP, images=rows)
+    """Build the loader of some steps of a plan, the same for each device."""
+    images = ImageRange(0, IMAGES_PER_STEP)
+    planner = Planner(recipe, seed=3, num_images=len(index), images_per_step=IMAGES_PER_STEP, images=images)
     return ViewLoader(
         index,
         recipe,
@@ -55,8 +55,7 @@ def loader_of(index: Index, recipe: ViewsConfig, device: torch.device) -> ViewLo
 
 
 def batches(index: Index, recipe: ViewsConfig, device: torch.device, *, busy: bool = False) -> list[tuple[Tensor, Any]]:
-    """(views on the CPU, image ids) of each step. busy: every multiprocessor has work beside the loader's, and before the
-    batch is copied, as in training."""
+    """Return (views on the CPU, image ids) of each step. busy: the device has other work as well, as in training."""
     taken = []
     work = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16) if busy and device.type == "cuda" else None
     for batch in loader_of(index, recipe, device):
@@ -67,7 +66,7 @@ def batches(index: Index, recipe: ViewsConfig, device: torch.device, *, busy: bo
 
 
 def differences(index: Index, recipe: ViewsConfig, device: torch.device) -> dict[str, dict[str, float]]:
-    """Kind of file -> mean, 99.9 % and largest difference in levels between the device's views and the CPU's."""
+    """Return, for each kind of file, the mean, 99.9 % and largest difference in levels from the CPU's views."""
     found: dict[str, list[Tensor]] = {"png": [], "jpg": []}
     for (there, ids), (here, same_ids) in zip(batches(index, recipe, device), batches(index, recipe, CPU), strict=True):
         assert np.array_equal(ids, same_ids)
@@ -84,7 +83,7 @@ def _summary(gaps: Tensor) -> dict[str, float]:
 
 
 def check_views(task: Task) -> Iterator[Line]:
-    """A line for each recipe and kind of file, then the busy device."""
+    """Yield a line for each recipe and kind of file, then one for the busy device."""
     recipes = {"tiny": replace(STRONG, num_views=2, size=32)} if task.tiny else RECIPES
     with tempfile.TemporaryDirectory() as folder:
         make_set(Path(folder), 48)

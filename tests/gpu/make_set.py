@@ -1,7 +1,7 @@
-"""An image folder of drawn pictures, for machines that have no photographs: python -m tests.gpu.make_set FOLDER IMAGES
+"""Draw an image folder for machines that have no photographs: python -m tests.gpu.make_set FOLDER IMAGES
 
-FOLDER/train/{a,b}/N.jpg of 500x375 and 375x500 pixels, about 100 kB each as photographs of ImageNet are, and a PNG in every
-eighth place. Drawn from a seed: the same pictures everywhere.
+FOLDER/train/{a,b}/N.jpg of 500x375 and 375x500 pixels, about 100 kB each as in ImageNet; every eighth image is a PNG. The same
+images are drawn everywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIZE = (500, 375)
 
 
 def draw(seed: int, size: tuple[int, int] = SIZE) -> Image.Image:
-    """Colours that flow at several scales, and noise, width x height."""
+    """Draw colours that change at several scales, and noise. size: width, height."""
     rng = np.random.default_rng(seed)
     total = np.zeros((size[1], size[0], 3), np.float32)
     for cells, weight in ((3, 0.5), (12, 0.3), (48, 0.2)):
@@ -28,17 +28,17 @@ def draw(seed: int, size: tuple[int, int] = SIZE) -> Image.Image:
 
 
 def make_set(folder: Path, images: int) -> None:
-    """Draw `images` pictures by all cores."""
+    """Draw `images` images on all cores."""
     for name in "ab":
         (folder / "train" / name).mkdir(parents=True, exist_ok=True)
 
     def write(number: int) -> None:
-        picture = draw(number, SIZE if number % 3 else SIZE[::-1])
+        image = draw(number, SIZE if number % 3 else SIZE[::-1])
         path = folder / "train" / "ab"[number % 2] / f"{number:06d}"
         if number % 8 == 7:
-            picture.save(path.with_suffix(".png"), compress_level=1)
+            image.save(path.with_suffix(".png"), compress_level=1)
         else:
-            picture.save(path.with_suffix(".jpg"), quality=92)
+            image.save(path.with_suffix(".jpg"), quality=92)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, range(images)))
@@ -46,4 +46,4 @@ def make_set(folder: Path, images: int) -> None:
 
 if __name__ == "__main__":
     make_set(Path(sys.argv[1]), int(sys.argv[2]))
-    print(f"{sys.argv[2]} pictures in {sys.argv[1]}")
+    print(f"{sys.argv[2]} images in {sys.argv[1]}")

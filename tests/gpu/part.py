@@ -1,4 +1,4 @@
-"""What the parts share: their device and how a line that is measured or checked reaches the disk."""
+"""What the parts share: their device, and how each line reaches the disk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.gpu.__main__ import SKIPPED
-from trainer.bench.timing import Window, timed
 from trainer.run.machine import provenance
 
 Line = dict[str, Any]
-"""What was found. name: of what; said: in words; problem: what is wrong, if anything is; all else: figures for JSON."""
+"""A figure or a check. name: of what; said: in words; problem: what is wrong, if anything is; the rest is figures for JSON."""
 
 
 class Task(NamedTuple):
-    """What a part is given: the words of its command, its device, and whether this is a rehearsal."""
+    """What a part is given."""
 
     words: list[str]
     device: torch.device
@@ -42,8 +41,9 @@ def main(measure: Callable[[Task], Iterator[Line]], description: str | None) -> 
 
 
 def record(lines: Iterator[Line], out: Path, device: torch.device) -> int:
-    """Print each line and write all to `out` the moment they come, so that a part that is stopped loses none -> exit code."""
-    head, found = provenance(device), []
+    """Print each line and write all to `out` as they come, so that a part that is stopped loses none. Returns the exit code."""
+    head = provenance(device)
+    found: list[Line] = []
 
     def note(line: Line) -> None:
         found.append(line)
@@ -55,8 +55,8 @@ def record(lines: Iterator[Line], out: Path, device: torch.device) -> int:
     try:
         for line in lines:
             note(line)
-    except Exception as error:  # of what the lines are held against, or of a GPU that a kernel left broken
-        note({"name": "what follows", "problem": in_words(error)})
+    except Exception as error:  # for example of a GPU that a kernel left broken
+        note({"name": "what follows", "problem": describe(error)})
     problems = [f"{line['name']}: {line['problem']}" for line in found if line.get("problem")]
     said = "; ".join(f"{line['name']} {line['said']}" for line in found if line.get("said"))
     print(f"{len(problems)} problem(s): {problems[0]}; {said}" if problems else said or f"{len(found)} checks passed")
@@ -64,20 +64,20 @@ def record(lines: Iterator[Line], out: Path, device: torch.device) -> int:
 
 
 def attempt(name: str, check: Callable[[], Line]) -> Line:
-    """A check's line; an error is a problem of this check alone."""
+    """Return a check's line; an error is a problem of this check alone."""
     try:
         return {"name": name, **check()}
-    except Exception as error:  # whatever it is, it is reported, and the others are still checked
-        return {"name": name, "problem": in_words(error)}
+    except Exception as error:
+        return {"name": name, "problem": describe(error)}
 
 
-def in_words(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
+def describe(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def without_waiting(step: Callable[[], Any], device: torch.device) -> Any:
-    """Call it; torch raises RuntimeError where something waits for the device."""
+    """Call it; torch raises RuntimeError if something waits for the device."""
     if device.type != "cuda":
         return step()
     torch.cuda.set_sync_debug_mode("error")
@@ -88,20 +88,14 @@ def without_waiting(step: Callable[[], Any], device: torch.device) -> Any:
 
 
 def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """One call of `step` as a CUDA graph -> graph, what the call returned (a replay writes it anew). It is called before,
-    since first calls compile, allocate and make the handles of libraries, which no capture allows."""
+    """Capture a call of `step` as a CUDA graph. Returns the graph, and the call's result, which a replay writes anew."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(3):  # first calls compile and allocate, which no capture allows
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         returned = step()
     return graph, returned
-
-
-def window_without_launches(step: Callable[[], Any], device: torch.device) -> Window:
-    """Replays of `step` as a CUDA graph, so that launching it from Python is not in the time; on a CPU plain calls."""
-    return timed(capture(step)[0].replay if device.type == "cuda" else step, device)

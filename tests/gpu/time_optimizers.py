@@ -1,4 +1,4 @@
-"""An update of the recipe's ResNet-50: python -m tests.gpu.time_optimizers OUT.json [--tiny]
+"""Time an update of the recipe's ResNet-50: python -m tests.gpu.time_optimizers OUT.json [--tiny]
 
 LARS by torch and by Triton, and whether they agree; torch's Adam and SGD beside them.
 """
@@ -13,10 +13,9 @@ from torch import nn
 
 from tests.gpu.part import Line, Task, main, without_waiting
 from tests.gpu.time_step import RECIPE, TINY
-from trainer.bench.timing import spread, take_turns, timed
+from trainer.bench.timing import interleave, spread, timed
 from trainer.config.schema import OptimizerConfig
 from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_encoder_projector
 from trainer.optimizer import build_optimizer, update
 
 OPTIMIZERS = {
@@ -25,12 +24,13 @@ OPTIMIZERS = {
     "adam": OptimizerConfig(name="adam"),
 }
 TOLERANCE = 1e-4  # of an update's norm; sums of a million squares in another order differ by 1e-6 or so
-LARS_AIM_MS = 0.5
+LARS_TARGET_MS = 0.5
 
 
 def model_of(task: Task) -> nn.Module:
-    """Weights of the seed, and random gradients."""
-    model = build_encoder_projector(TINY if task.tiny else RECIPE, Ranks()).to(task.device)
+    """Build the model with the seed's weights and random gradients."""
+    config = TINY if task.tiny else RECIPE
+    model = config.method_settings.build(config, Ranks(), task.device).networks
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.grad = torch.empty_like(p).copy_(1e-3 * torch.randn(p.shape, generator=generator))
@@ -38,7 +38,7 @@ def model_of(task: Task) -> nn.Module:
 
 
 def updates(task: Task, config: OptimizerConfig) -> list[torch.Tensor]:
-    """How far some steps move each weight."""
+    """Return how far some steps move each weight."""
     model = model_of(task)
     optimizer = build_optimizer(model, config, task.device)
     before = [p.detach().clone() for p in model.parameters()]
@@ -50,7 +50,7 @@ def updates(task: Task, config: OptimizerConfig) -> list[torch.Tensor]:
 
 
 def agreement(task: Task) -> Line:
-    """Largest difference of a tensor's updates, of their norm."""
+    """Return the largest difference of a tensor's updates by torch and by Triton, relative to their norm."""
     pairs = zip(*(updates(task, OPTIMIZERS[f"lars {name}"]) for name in ("torch", "triton")), strict=True)
     worst = torch.stack([(a - b).norm() / a.norm() for a, b in pairs]).max().item()  # NaN if any is
     line: Line = {"name": "lars agreement", "said": f"{worst:.1e}", "difference": worst}
@@ -60,7 +60,7 @@ def agreement(task: Task) -> Line:
 
 
 def time_optimizers(task: Task) -> Iterator[Line]:
-    """Agreement, then a line for each optimizer."""
+    """Yield the agreement, then a line for each optimizer."""
     yield agreement(task)
     sound = torch.zeros((), dtype=torch.bool, device=task.device)
     steps: dict[str, Callable[[], Any]] = {}
@@ -74,11 +74,11 @@ def time_optimizers(task: Task) -> Iterator[Line]:
     for kind in ("foreach", "fused"):
         steps[f"sgd {kind}"] = torch.optim.SGD(model_of(task).parameters(), 1e-9, momentum=0.9, **{kind: True}).step
     windows = {name: timed(step, task.device) for name, step in steps.items()}
-    for name, us in take_turns(windows, 0.1 if task.tiny else 5.0).items():
-        figure = spread([each / 1e3 for each in us])
+    for name, seconds in interleave(windows, 0.1 if task.tiny else 5.0).items():
+        figure = spread(seconds, 1e3)
         line: Line = {"name": name, "said": f"{figure['median']:.3f} ms", "milliseconds": figure}
-        if name == "lars triton" and task.device.type == "cuda" and figure["median"] > LARS_AIM_MS:
-            line["problem"] = f"the aim is {LARS_AIM_MS} ms"
+        if name == "lars triton" and figure["median"] > LARS_TARGET_MS:
+            line["problem"] = f"the target is {LARS_TARGET_MS} ms"
         yield line
 
 

@@ -1,26 +1,23 @@
-"""The training step alone: python -m tests.gpu.time_step OUT.json VARIANT... [--tiny]
+"""Time the training step alone: python -m tests.gpu.time_step OUT.json VARIANT... [--tiny]
 
-The ImageNet recipe's model on one rank, BatchNorm of its own rows, 256 images in 4 views of 224 px. Of each variant: seconds
-of the first steps, which compile; views a second and peak memory; the parts and the longest kernels of profiled steps.
+The ImageNet recipe's model on one rank, with BatchNorm of its own images, 256 images in 4 views of 224 px. For each variant:
+seconds of the first steps, which compile; views a second and peak memory; the phases and the longest kernels of profiled steps.
 """
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
-from tests.gpu.part import Line, Task, in_words, main
+from tests.gpu.part import Line, Task, describe, main
 from trainer.bench import compute
 from trainer.bench.phases import profile_steps
-from trainer.bench.synthetic import synthetic_run
 from trainer.config.schema import Config, DataConfig, ModelConfig, ViewsConfig, WMSESettings
 from trainer.distributed.ranks import Ranks
 
@@ -40,56 +37,49 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # -> settings, a
     "eager_bf16": ({"precision": "bf16", "compile": "false"}, {}),
     "eager_fp16": ({"precision": "fp16", "compile": "false"}, {}),
 }
-COMPILED_IN_REHEARSALS = "compiled_bf16_budget"  # where there is a compiler
+COMPILED_IN_REHEARSALS = "compiled_bf16_budget"  # if there is a compiler
 SECONDS = 8.0
 KERNELS = 25  # of the longest, that are listed
 
 
 def time_steps(task: Task) -> Iterator[Line]:
-    """The lines of the variants that the command names."""
+    """Yield the lines of the variants that the command names."""
     for name in task.words:
-        yield from measure(name, task)
+        try:
+            yield from measure(name, task)
+        except torch.OutOfMemoryError as error:  # the next variant may need less
+            yield {"name": name, "problem": describe(error)}
         torch.cuda.empty_cache()
 
 
 def measure(name: str, task: Task) -> Iterator[Line]:
-    """Figures as they come."""
+    """Yield figures as they come."""
     config = config_of(name, task.tiny)
-    settings = compute.sizes(config, task.device, Ranks())
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run = synthetic_run(config, Ranks(), task.device, Path(folder))
-            if run.step.grad_scaler is not None:
-                run.step.grad_scaler.scale.fill_(2.0**8)  # which a run finds by failing first
-            step = compute.FixedSteps(run)
-            began = time.perf_counter()
-            compute.warm_up(step)
-        except torch.OutOfMemoryError as error:  # the next variant may need less
-            yield {"name": name, "problem": in_words(error), **settings}
-            return
+    steps = compute.fixed_steps(config, Ranks(), task.device)
+    if steps.step.grad_scaler is not None:
+        steps.step.grad_scaler.scale.fill_(2.0**8)  # a run finds it by failing first
+    began = time.perf_counter()
+    steps.warm_up()
     first = time.perf_counter() - began
-    yield {
-        "name": f"{name} first",
-        "said": f"{first:.1f} s for {compute.WARMUP_STEPS} steps",
-        "seconds": first,
-        **settings,
-    }
-    step.take_failed()
-    figures = compute.step_figures(compute.step_times(step, 0.1 if task.tiny else SECONDS), run)
-    memory = compute.peak_memory(run.device)
-    failed = step.take_failed()
+    said = f"{first:.1f} s for {compute.WARMUP_STEPS} steps"
+    settings = compute.sizes(config, task.device, Ranks())
+    yield {"name": f"{name} first", "said": said, "seconds": first, **settings}
+    steps.take_skipped()
+    figures = compute.step_figures(steps.times(0.1 if task.tiny else SECONDS), steps)
+    memory = compute.peak_memory(task.device)
+    skipped = steps.take_skipped()
     said = f"{figures['views_per_s']:,.0f} views/s, {figures['step_ms']['median']:.1f} ms"
     said += f", peak {memory['peak_bytes'] / 2**30:.1f} GiB" if memory else ""
-    problem = {"problem": f"{failed} steps failed: their time is without the update"} if failed else {}
+    problem = {"problem": f"{skipped} updates were skipped"} if skipped else {}
     yield {"name": name, "said": said, **figures, **memory, **problem}
-    events = profile_steps(step, compute.PROFILED_STEPS, run.device)
-    phases = compute.phase_figures(events, compute.PROFILED_STEPS, run.device)
-    kernels = longest_kernels(events, DeviceType.CUDA if run.device.type == "cuda" else DeviceType.CPU)
+    events = profile_steps(steps, compute.PROFILED_STEPS, task.device)
+    phases = compute.phase_figures(events, compute.PROFILED_STEPS, task.device)
+    kernels = longest_kernels(events, DeviceType.CUDA if task.device.type == "cuda" else DeviceType.CPU)
     yield {"name": f"{name} profile", "phases": phases, "kernels": kernels}
 
 
 def config_of(name: str, tiny: bool) -> Config:
-    """The variant's settings on top of the recipe's, or of the rehearsal's."""
+    """Return the recipe, or the rehearsal's config, with the settings of the variant."""
     settings, model = VARIANTS[name]
     if tiny:
         compiled = name == COMPILED_IN_REHEARSALS and shutil.which("g++") is not None
@@ -100,8 +90,7 @@ def config_of(name: str, tiny: bool) -> Config:
 
 
 def longest_kernels(events: list[Any], where: DeviceType) -> list[dict[str, Any]]:
-    """-> name, calls and milliseconds, of a profiled step, of what took longest on a device (on a CPU: of operators, with what
-    they call)."""
+    """Return name, calls and milliseconds of a profiled step for what took longest (on a CPU: operators and what they call)."""
     times: dict[str, list[float]] = {}
     for event in events:
         if event.device_type() == where and not event.is_user_annotation():

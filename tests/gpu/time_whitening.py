@@ -1,7 +1,7 @@
-"""Time of the whitening alone, forward and backward: python -m tests.gpu.time_whitening OUT.json [--tiny]
+"""Time the whitening alone, forward and backward: python -m tests.gpu.time_whitening OUT.json [--tiny]
 
-As CUDA graphs, which leaves the device's own time; the loop of the authors' code, which waits for the device in every slice,
-called from Python. 4 and 64 slices of 256 x 128: a rank's step of the ImageNet recipe on 16 ranks, and 4,096 views of one.
+As CUDA graphs, which leaves the device's own time; the loop of the authors' code, which waits for the device in every slice, is
+called from Python. 4 and 64 slices of 256 x 128 are a rank's step of the ImageNet recipe on 16 ranks and on one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 from kernels import whitening_triton
 from kernels.whitening import whiten
-from tests.gpu.part import Line, Task, in_words, main, window_without_launches
+from tests.gpu.part import Line, Task, capture, describe, main
 from trainer.bench.implementations import loop_whiten
-from trainer.bench.timing import Window, spread, take_turns, timed
+from trainer.bench.timing import Window, interleave, spread, timed
 
 SIZES = ((4, 256, 128), (64, 256, 128))  # slices, rows, embedding size
 TARGETS = {4: 150.0, 64: 400.0}  # slices -> most microseconds that the best variant may take, on an H100
 LOOP_TARGET = 20.0  # the loop takes at least so many times as long
-SECONDS = 3.0  # of measuring each size
+SECONDS = 3.0  # for each size
 LOOP = "loop"
-VARIANTS: dict[str, tuple[str, int | None]] = {  # -> backend, warps of the factor where they are not its own choice
+VARIANTS: dict[str, tuple[str, int | None]] = {  # -> backend, warps of the factor; None: its own choice
     "torch": ("torch", None),
     "triton": ("triton", None),
     "triton, 4 warps": ("triton", 4),
@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[str, int | None]] = {  # -> backend, warps of the fact
 
 
 def time_whitening(task: Task) -> Iterator[Line]:
-    """A line for each size and variant, then the targets of the size."""
+    """Yield a line for each size and variant, then the targets of the size."""
     for size in ((1, 5, 2),) if task.tiny else SIZES:
         x, gradient = torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(task.device)
         windows: dict[str, Window] = {}
@@ -40,8 +40,9 @@ def time_whitening(task: Task) -> Iterator[Line]:
             try:
                 windows[name] = window_of(name, x, gradient)
             except Exception as error:  # the others are still measured
-                yield {"name": f"{size[0]} slices, {name}", "problem": in_words(error)}
-        spreads = {name: spread(us) for name, us in take_turns(windows, 0.1 if task.tiny else SECONDS).items()}
+                yield {"name": f"{size[0]} slices, {name}", "problem": describe(error)}
+        samples = interleave(windows, 0.1 if task.tiny else SECONDS)
+        spreads = {name: spread(seconds, 1e6) for name, seconds in samples.items()}
         for name, figure in spreads.items():
             yield {"name": f"{size[0]} slices, {name}", "said": f"{figure['median']:.0f} us", "microseconds": figure}
         if not task.tiny:
@@ -49,18 +50,17 @@ def time_whitening(task: Task) -> Iterator[Line]:
 
 
 def window_of(name: str, x: torch.Tensor, gradient: torch.Tensor) -> Window:
-    """Called once."""
-    if name == LOOP:
-        window = timed(loop_step(x, gradient), x.device)
-    else:
-        window = window_without_launches(whitening_step(x, gradient, *VARIANTS[name]), x.device)
-    window(1)
-    return window
+    """Return the timer of a variant, which was called once."""
+    step = loop_step(x, gradient) if name == LOOP else whitening_step(x, gradient, *VARIANTS[name])
+    step()
+    as_graph = name != LOOP and x.is_cuda
+    return timed(capture(step)[0].replay if as_graph else step, x.device)
 
 
 def whitening_step(x: torch.Tensor, gradient: torch.Tensor, backend: str, warps: int | None) -> Callable[[], Any]:
-    """One forward and backward."""
-    x, tiles = x.clone().requires_grad_(), whitening_triton._tiles
+    """Return one forward and backward."""
+    x = x.clone().requires_grad_()
+    tiles = whitening_triton._tiles
     changed = {} if warps is None else {"factor_warps": warps}
 
     def step() -> Any:
@@ -71,20 +71,18 @@ def whitening_step(x: torch.Tensor, gradient: torch.Tensor, backend: str, warps:
 
 
 def loop_step(x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
-    """The same by the authors' loop."""
+    """Return the same by the authors' loop."""
     v = x.flatten(0, 1).requires_grad_()
     rows_of_slices = torch.arange(len(v), device=v.device).view(len(x), -1).unbind()
     return lambda: torch.autograd.grad(loop_whiten(v, rows_of_slices), v, gradient.flatten(0, 1))
 
 
 def judge(slices: int, medians: dict[str, float]) -> Line:
-    """The fastest variant against the targets."""
+    """Compare the fastest variant with the targets."""
     best = min(medians, key=medians.__getitem__)
     times = medians.get(LOOP, float("nan")) / medians[best]
-    line: Line = {
-        "name": f"{slices} slices",
-        "said": f"best {best} {medians[best]:.0f} us, {times:.0f} times as fast as the loop",
-    }
+    said = f"best {best} {medians[best]:.0f} us, {times:.0f} times as fast as the loop"
+    line: Line = {"name": f"{slices} slices", "said": said}
     if medians[best] > TARGETS[slices] or not times >= LOOP_TARGET:
         line["problem"] = f"the targets are {TARGETS[slices]:.0f} us and {LOOP_TARGET:.0f} times"
     return line

@@ -1,19 +1,19 @@
-"""Where a step's time goes: ranges of the host, kernels of the device by the range that launched them."""
+"""Where a step's time goes: ranges of the host, and kernels of the device by the range that launched them."""
 
 from dataclasses import dataclass
+from typing import Any
 
-import pytest
-import torch
 from torch.autograd import DeviceType
 
-from tests.unit.test_step import build, pixels
-from trainer.bench.compute import percent_of
-from trainer.bench.phases import PHASES, covered_ns, device_ms, host_ms, profile_steps
+from trainer.bench.end2end import device_parts, host_parts, step_intervals
+from trainer.bench.phases import covered_ns, device_ms, host_ms, host_ranges
+
+STEP = ("forward", "loss", "backward", "agree", "update")
 
 
 @dataclass
 class Event:
-    """As torch's profiler gives them; times in ms."""
+    """An event as torch's profiler gives it; times in ms."""
 
     label: str
     begin: float
@@ -54,19 +54,23 @@ def kernel(name: str, launched: float, begin: float, length: float, number: int,
     return [launch, Event(name, begin, length, on_gpu=True, correlation=number, **more)]
 
 
-def test_time_that_spans_cover_counts_once() -> None:
+def ranges(names: tuple[str, ...]) -> Any:
+    """Three steps of 10 ms, with ranges of 1 ms one after the other."""
+    return [Event(name, at + i, 1, annotation=True) for at in (0, 10, 20) for i, name in enumerate(names)]
+
+
+def test_overlapping_spans_count_once() -> None:
     assert covered_ns([(0, 4), (2, 6), (10, 11), (10, 11), (3, 4)]) == 7
     assert covered_ns([]) == 0
 
 
-def test_phases_of_the_host() -> None:
+def test_phases_of_the_host_are_its_ranges_and_nothing_else() -> None:
     events = [
         Event("forward", 0, 2, annotation=True),
         Event("forward", 10, 4, annotation=True),
         Event("backward", 2, 5, annotation=True),
         Event("forward", 0, 99),  # an operator of that name
         Event("forward", 0, 99, on_gpu=True, annotation=True),  # the profiler's copy on the device
-        Event("elsewhere", 0, 99, annotation=True),
     ]
     assert host_ms(events, 2) == {"forward": 3, "loss": 0, "backward": 2.5, "agree": 0, "update": 0}
 
@@ -78,32 +82,30 @@ def test_a_kernel_belongs_to_the_range_that_launched_it() -> None:
         Event("backward", 2, 5, annotation=True),
         Event("aten::convolution_backward", 3, 1, correlation=1),  # an operator's number is no launch's
         *kernel("conv", 1, 3, 4, 1, linked=11),
-        Event("aten::convolution_backward", 3, 1, correlation=1),
         *kernel("triton", 1.5, 6, 3, 2),  # beside conv for 1 ms; of no torch operator, on torch's stream
         *kernel("conv_backward", 3, 9, 5, 3, linked=12),
         *kernel("copy", 8, 14, 1, 4, linked=13),
         *kernel("ncclDevKernel_AllReduce", 4, 10, 2, 5, linked=14, stream=20),
         *kernel("resample", 3, 0, 2, 6, stream=30),
     ]
-    busy = device_ms(events, 1)
-    assert busy == {"forward": 6, "loss": 0, "backward": 5, "agree": 0, "update": 0, "outside": 1, "all_reduce": 2,
-                    "augmentation": 2, "busy": 2 + 12}  # fmt: skip
+    assert device_ms(events, 1) == {"forward": 6, "loss": 0, "backward": 5, "agree": 0, "update": 0, "outside": 1,
+                                    "all_reduce": 2, "augmentation": 2, "busy": 2 + 12}  # fmt: skip
 
 
-def test_phases_of_a_real_step() -> None:
-    step = build()
-    step(pixels(1), 0, 0.1)
-    took: list[float] = []
+def test_the_parts_of_a_step_on_the_host_add_up_to_it() -> None:
+    for names, micro_batches in ((STEP, 1), (("forward", "loss", "backward", *STEP), 2)):
+        found = host_ranges(ranges(names))
+        intervals = step_intervals(found, 3)
+        assert intervals == [(0, 10_000_000), (10_000_000, 20_000_000)]
+        parts = host_parts(found, intervals, 0.5)
+        assert parts["forward"] == parts["backward"] == micro_batches
+        assert (parts["agree"], parts["data_wait"]) == (1, 0.5)
+        assert sum(parts.values()) == 10
 
-    def timed_step() -> None:
-        import time
 
-        began = time.perf_counter()
-        step(pixels(1), 0, 0.1)
-        took.append(1e3 * (time.perf_counter() - began))
-
-    found = host_ms(profile_steps(timed_step, 2, torch.device("cpu")), 2)
-    assert list(found) == list(PHASES)
-    assert all(ms > 0 for ms in found.values())
-    assert 0.5 * sum(took) / 2 < sum(found.values()) < sum(took) / 2
-    assert sum(percent_of(found, sum(found.values())).values()) == pytest.approx(100)
+def test_the_parts_of_a_step_on_a_gpu_add_up_to_it() -> None:
+    """20 ms: 15 busy, of which 1 is the all-reduce's alone and 2 of torch's outside the ranges; 5 idle, 3 of them for data."""
+    busy = {"forward": 4.0, "loss": 1.0, "backward": 6.0, "agree": 0.5, "update": 0.5, "outside": 2.0}
+    parts = device_parts({**busy, "all_reduce": 3.0, "augmentation": 2.0, "busy": 15.0}, 20.0, 3.0)
+    assert (parts["data_wait"], parts["beside"], parts["rest"], parts["idle"]) == (3, 1, 4, 5)
+    assert sum(parts[name] for name in ("data_wait", *STEP, "beside", "rest")) == 20

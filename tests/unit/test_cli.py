@@ -66,20 +66,6 @@ def test_prepare_and_preview(
     assert main(["preview", *words, "--images", "0"]) == 2
 
 
-def test_bench_loader_tells_what_it_measured(
-    tiny_set: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import json
-
-    words = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--seconds", "0.5"]
-    assert main(["bench", "loader", *words]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["views_per_s"] > 0
-    assert len(result["windows"]) == 5
-    assert {"torch", "python"} <= set(result["versions"])
-    assert main(["bench", "loader"]) == 2
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

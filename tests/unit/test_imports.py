@@ -43,7 +43,7 @@ def test_kernels_know_nothing_of_the_trainer():
 
 
 def test_the_loss_is_measured_where_torch_and_rich_are_all_there_is():
-    loaded = loaded_by("trainer.bench.loss, trainer.bench.sweep")
+    loaded = loaded_by("trainer.bench.loss, trainer.bench.whitening")
     assert "trainer.bench.shapes" in loaded
     assert not loaded & {"trainer.setup", "trainer.models.networks", "trainer.data.loader", "trainer.config.loading"}
 
@@ -95,10 +95,8 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.bench.checkpoint",
         "trainer.bench.end2end",
         "trainer.bench.all",
-        "trainer.bench.loader",
-        "trainer.bench.loader_sweep",
         "trainer.bench.loss",
-        "trainer.bench.sweep",
+        "trainer.bench.whitening",
     }
     allowed = {"cli.py", "__main__.py", "task.py"}  # the last is what SLURM starts
     for file in (ROOT / "trainer").rglob("*.py"):

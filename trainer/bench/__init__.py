@@ -1,1 +1,1 @@
-"""What `wmse bench` measures: loss.py, sweep.py and loader.py are its commands, the others what they share."""
+"""Measure the parts of training: a file for each kind of `wmse bench`, and what they share."""

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long the loop stands still for it, how long the file takes, what the loop loses meanwhile."""
+"""Measure a checkpoint: how long the loop stands still, how long the file takes, and what the loop loses meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from trainer.bench.timing import spread, synchronize
 from trainer.config.schema import Config
 from trainer.distributed.device import choose_device
 from trainer.distributed.ranks import Ranks
-from trainer.errors import InputError
 from trainer.optimizer import build_optimizer, update
 from trainer.run.checkpoint import load_checkpoint, plain_names
 from trainer.run.checkpoint_files import checkpoint_path
@@ -30,19 +29,16 @@ WORK_SECONDS = 0.3  # of it before each save, to compare with
 
 
 def bench_checkpoint(config: Config, seconds: float, folder: Path | None = None) -> dict[str, Any]:
-    """Saves and loads of the config's model and optimizer for about `seconds`, the first of each left out.
+    """Measure saves and loads of the config's model and optimizer for about `seconds`, without the first of each.
 
-    folder: where files go that are deleted afterwards; None: the system's temporary folder. It decides what is measured.
-    -> a dict for JSON:
-    stall_ms: how long save() holds the loop, on a GPU with the copies that it queues; first_stall_ms: where its memory is made.
+    folder: where files are written and deleted afterwards, which decides what is measured; None: the system's temporary folder.
+    Returns a dict for JSON:
+    stall_ms: how long save() holds the loop, on a GPU with the copies that it queues; first_stall_ms: when it allocates memory.
     write_s: from the call until the file is on the disk. load_s: reading and checking, from a warm page cache.
-    slowdown: time of small operations while a file is written, over that before it (Python's lock, and cores that are short);
-    null where the writing is too short to tell.
-    percent_of_loop: what a run that saves every five minutes loses, standing still, and with the slowdown.
-    Raises InputError where there is no such folder.
+    slowdown: time of small operations while a file is written, over that before it (Python's lock, and busy cores); null if the
+    writing is too short to tell.
+    percent_of_loop: what a run that saves every five minutes loses by standing still, and with the slowdown.
     """
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"--folder {folder}: there is no such folder; make it first")
     device = choose_device(config, Ranks())
     model = config.method_settings.build(config, Ranks(), device).networks
     optimizer = build_optimizer(model, config.optimizer, device)
@@ -64,7 +60,7 @@ def bench_checkpoint(config: Config, seconds: float, folder: Path | None = None)
 
 
 def _fill_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """One step with zero gradients at rate 0, for the momentum that a running optimizer has."""
+    """Make an update with zero gradients at rate 0, for the moments that a running optimizer has."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     update(optimizer, 0.0, torch.tensor(False, device=device))
@@ -74,7 +70,7 @@ def _fill_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
 def _measure(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, folder: Path, seconds: float
 ) -> dict[str, list[float]]:
-    """Seconds, and ratios for the slowdown, one of each a save; the first save is apart."""
+    """Return seconds, and ratios for the slowdown, one for each save but the first."""
     found: dict[str, list[float]] = {"first_stall": [], "stall": [], "write": [], "load": [], "slowdown": []}
     saver = Saver(folder, keep_last=1)
     end = time.perf_counter() + seconds
@@ -103,7 +99,7 @@ def _measure(
 
 
 def _work_while(goes_on: Callable[[], bool], device: torch.device) -> list[float]:
-    """Seconds of each piece of work that ended while goes_on() held."""
+    """Return the seconds of each piece of work that ended while goes_on() held."""
     x = torch.ones(64, device=device)
     pieces: list[float] = []
     while True:
@@ -122,7 +118,7 @@ def _for_seconds(seconds: float) -> Callable[[], bool]:
 
 
 def _summary(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians with their quartiles, and what they mean for a run."""
+    """Return medians with their quartiles, and what they mean for a run."""
     stall, write = spread(found["stall"]), spread(found["write"])
     slowdown = spread(found["slowdown"]) if len(found["slowdown"]) >= MIN_SAVES else None
     percent = {"standing_still": 100 * stall["median"] / INTERVAL_SECONDS}
@@ -130,7 +126,7 @@ def _summary(found: dict[str, list[float]]) -> dict[str, Any]:
         lost = stall["median"] + (slowdown["median"] - 1) * write["median"]
         percent["with_slowdown"] = 100 * lost / INTERVAL_SECONDS
     return {
-        "stall_ms": spread([1000 * s for s in found["stall"]]),
+        "stall_ms": spread(found["stall"], 1e3),
         "first_stall_ms": 1000 * found["first_stall"][0],
         "write_s": write,
         "load_s": spread(found["load"]),
@@ -140,7 +136,7 @@ def _summary(found: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def _file_system(path: Path) -> str:
-    """The type of what `path` lies on, as the system names it: the longest mount point above it."""
+    """Return the type of the file system that holds `path`: that of the longest mount point above it."""
     mounts = Path("/proc/self/mounts")
     found = [line.split()[1:3] for line in mounts.read_text().splitlines()] if mounts.exists() else []
     above = [(len(point), kind) for point, kind in found if path.resolve().is_relative_to(point)]

@@ -1,4 +1,4 @@
-"""What the benchmarks compare: the loss as the authors wrote it, and each backend of the whitening that can run."""
+"""The losses that are compared: the loop of the authors, and each backend of the whitening that can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASES = ("loop", "reference")  # every ratio is to these two: a benchmark withou
 
 
 def runnable_backends(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
-    """-> names that run at full speed on the device, and {name: reason} of the others."""
+    """Return the names that run at full speed on the device, and why the others do not."""
     runnable = backends_for(device)
     reasons = {
         name: why_not(name, device.type, size=1, in_float64=False) or f"does not run at full speed on {device.type}"
@@ -26,7 +26,7 @@ def runnable_backends(device: torch.device) -> tuple[tuple[str, ...], dict[str, 
 
 
 def drop_refusing(steps: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Call each once, and take out of `steps` those that refuse the size or find no memory for it -> {name: reason}."""
+    """Call each once; remove from `steps` those that refuse the size or run out of memory, and return why."""
     refused = {}
     for name, step in list(steps.items()):
         try:
@@ -40,7 +40,7 @@ def drop_refusing(steps: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def loop_loss(v: Tensor, permutations: Tensor, *, num_views: int, slice_size: int) -> Tensor:
-    """W-MSE slice by slice and view by view, then pair by pair: what the others are held against.
+    """Compute W-MSE slice by slice and view by view, then pair by pair: the others are compared with this.
 
     v: (num_views * N, k), view-major; permutations: (iterations, N) int64 -> scalar; equals `wmse_loss` with
     normalize=True and eps=0. Raises torch's LinAlgError where a covariance is not positive definite.
@@ -63,7 +63,7 @@ def loop_loss(v: Tensor, permutations: Tensor, *, num_views: int, slice_size: in
 
 
 def loop_whiten(v: Tensor, rows_of_slices: Iterable[Tensor]) -> Tensor:
-    """The whitening of that loop: v (rows, k), the rows of each slice (M,) int64 -> z as v."""
+    """Whiten as that loop does: v (rows, k), the rows of each slice (M,) int64 -> z as v."""
     identity = torch.eye(v.shape[1], dtype=v.dtype, device=v.device)
     z = torch.empty_like(v)
     for rows in rows_of_slices:

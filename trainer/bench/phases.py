@@ -1,11 +1,12 @@
-"""Where the time of a step goes, from the ranges that `TrainStep` names, as torch's profiler sees them.
+"""Find where the time of a step goes, from the ranges that `TrainStep` names, as torch's profiler sees them.
 
-On a CPU a range lasts as long as its work. On a GPU the host only launches: there a kernel belongs to the range during which
-it was launched, by whichever thread.
+On a CPU a range lasts as long as its work. On a GPU the host only launches: there a kernel belongs to the range in which it was
+launched, by whichever thread.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +15,8 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
-from trainer.bench.cost import profiled_activities
 from trainer.bench.timing import synchronize
 
 PHASES = ("forward", "loss", "backward", "agree", "update")  # the names of the step's ranges
@@ -29,34 +29,35 @@ Spans = list[tuple[int, int]]  # (start, end) in ns
 
 
 class StepProfiler:
-    """Starts and stops torch's profiler between steps -> events, and the trace as a file for chrome://tracing."""
+    """Start and stop torch's profiler between steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        activities = profiled_activities(cuda=device.type == "cuda")
-        with profile(activities=activities):  # the first one sets up what the others find there
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it complains on a machine without a GPU
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        with profile(activities=activities):  # the first profile sets up what later ones find there
             pass
+        self._device = device
         self._profile = profile(activities=activities)
 
     def start(self) -> None:
-        """Between two steps."""
+        """Start recording. Call it between two steps."""
         synchronize(self._device)
         self._profile.start()
 
     def stop(self) -> list[Any]:
-        """-> torch's raw events since start()."""
+        """Return torch's raw events since start()."""
         synchronize(self._device)
         self._profile.stop()
         found: Any = self._profile.profiler
         return list(found.kineto_results.events())
 
     def write_trace(self, path: Path) -> None:
-        """After stop()."""
+        """Write a trace for chrome://tracing. Call it after stop()."""
         self._profile.export_chrome_trace(str(path))
 
 
 def profile_steps(step: Callable[[], Any], steps: int, device: torch.device, trace: Path | None = None) -> list[Any]:
-    """`steps` calls of a step under the profiler -> its events. The step was warmed up before."""
+    """Return the profiler's events of `steps` calls of a step that was warmed up before."""
     profiler = StepProfiler(device)
     profiler.start()
     for _ in range(steps):
@@ -68,7 +69,7 @@ def profile_steps(step: Callable[[], Any], steps: int, device: torch.device, tra
 
 
 def host_ranges(events: Iterable[Any]) -> dict[str, Spans]:
-    """-> phase -> when it began and ended on the host, ns, a pair for each step."""
+    """Return when each phase began and ended on the host: a pair of nanoseconds for each step."""
     found: dict[str, Spans] = {name: [] for name in PHASES}
     for event in events:
         if event.device_type() == DeviceType.CPU and event.is_user_annotation() and event.name() in found:
@@ -77,7 +78,7 @@ def host_ranges(events: Iterable[Any]) -> dict[str, Spans]:
 
 
 def host_ms(events: Iterable[Any], steps: int) -> dict[str, float]:
-    """-> phase -> milliseconds of the host in it, mean over `steps`. A step with several parts has a range for each."""
+    """Return the milliseconds of the host in each phase of a step, the mean over `steps`."""
     return {
         name: sum(end - start for start, end in spans) / NS_PER_MS / steps
         for name, spans in host_ranges(events).items()
@@ -85,7 +86,7 @@ def host_ms(events: Iterable[Any], steps: int) -> dict[str, float]:
 
 
 def device_ms(events: Sequence[Any], steps: int) -> dict[str, float]:
-    """-> DEVICE_PARTS -> milliseconds that the device was busy with it, and "busy", with any of it; means over `steps`.
+    """Return the milliseconds of a step that the device was busy with each of DEVICE_PARTS, and "busy", with any of them.
 
     A kernel belongs to the range in which the host launched it. "outside": torch's own work outside the ranges, the loop's
     and the loader's copies. "all_reduce": NCCL's, wherever launched. "augmentation": kernels on streams that torch launched
@@ -115,7 +116,7 @@ def _range_at(ranges: list[tuple[int, int, str]], moment: int) -> str:
 
 
 def covered_ns(spans: Iterable[tuple[int, int]]) -> int:
-    """Length of what the spans cover together: where two overlap it counts once."""
+    """Return the length that the spans cover together; an overlap counts once."""
     covered, until = 0, -(1 << 62)
     for start, end in sorted(spans):
         covered += max(0, end - max(start, until))

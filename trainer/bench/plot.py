@@ -1,4 +1,4 @@
-"""Draws results of `wmse bench` into PNG files, a function a kind."""
+"""Draw results of `wmse bench` into PNG files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.bench.report import measured_with
 from trainer.errors import InputError
 
-AXES = {  # what grows along a line -> its name
+AXES = {  # what grows along a line -> the label of its axis
     "slices": "slices B",
     "size": "embedding size k",
     "rows": "rows of a slice M",
@@ -23,7 +24,7 @@ Panel = tuple[str, Callable[[Any], None]]  # title, what draws it
 
 
 def load_matplotlib() -> Any:
-    """matplotlib.pyplot, for files only. Raises InputError where matplotlib is missing."""
+    """Return matplotlib.pyplot, which then draws into files only. Raises InputError if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -35,7 +36,7 @@ def load_matplotlib() -> Any:
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Draw a result, panels beside each other. Raises InputError for one of a kind with nothing to draw."""
+    """Draw a result as panels beside each other. Raises InputError if there is nothing to draw."""
     plt = load_matplotlib()
     panels = panels_of(result)
     if not panels:
@@ -44,14 +45,15 @@ def draw(result: dict[str, Any], out: Path) -> None:
     for axis, (title, paint) in zip(axes[0], panels, strict=True):
         axis.set_title(title, fontsize=10)
         paint(axis)
-    figure.suptitle(_measured_with(result), fontsize=9)
+    head = result if "device" in result else next(part for part in result["parts"].values() if "device" in part)
+    figure.suptitle(f"wmse bench {result['bench']}: {measured_with(head)}", fontsize=9)
     figure.tight_layout()
     figure.savefig(out, dpi=120)
     plt.close(figure)
 
 
 def panels_of(result: dict[str, Any]) -> list[Panel]:
-    """What there is to draw of a result, by its kind."""
+    """Return what there is to draw of a result."""
     kind = result.get("bench")
     if kind == "whitening_sweep":
         return [(_fixed_sizes(line), partial(_sweep_line, line=line)) for line in result["lines"]]
@@ -68,15 +70,6 @@ def panels_of(result: dict[str, Any]) -> list[Panel]:
     return []
 
 
-def _measured_with(result: dict[str, Any]) -> str:
-    head = result if "device" in result else next(p for p in result["parts"].values() if "device" in p)
-    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
-    return (
-        f"wmse bench {result['bench']} on {head['device']} ({head['cores']} cores, {head['torch_threads']} threads), "
-        f"{versions}, commit {head['commit']}"
-    )
-
-
 def _bars(axis: Any, values: dict[str, float], unit: str) -> None:
     names = list(values)
     axis.barh(names, list(values.values()))
@@ -88,7 +81,7 @@ def _bars(axis: Any, values: dict[str, float], unit: str) -> None:
 
 
 def _sweep_line(axis: Any, line: dict[str, Any]) -> None:
-    """What grows along x, each backend's median and quartiles along y."""
+    """Draw each backend's median and quartiles over what grows."""
     points = line["points"]
     for backend in dict.fromkeys(name for point in points for name in point["figures"]):
         measured = [point for point in points if backend in point["figures"]]
@@ -100,7 +93,7 @@ def _sweep_line(axis: Any, line: dict[str, Any]) -> None:
 
 
 def _fixed_sizes(line: dict[str, Any]) -> str:
-    """What stays the same along the line, for its title: "M = 128, k = 64"."""
+    """Return what stays the same along the line, as its title: "M = 128, k = 64"."""
     if line["line"] == "size":
         return f"B = {line['points'][0]['slices']}, M = 2k"
     others = {"slices": "B", "rows": "M", "size": "k"}
@@ -119,7 +112,7 @@ def _growth_line(axis: Any, line: dict[str, Any]) -> None:
 
 
 def _band(axis: Any, at: list[float], figures: list[dict[str, float]], label: str) -> None:
-    """Medians as a line, from the first to the third quartile as a band."""
+    """Draw the medians as a line, and the quartiles as a band."""
     (drawn,) = axis.plot(at, [f["median"] for f in figures], marker="o", markersize=3, label=label)
     lower, upper = [f["quartile_1"] for f in figures], [f["quartile_3"] for f in figures]
     axis.fill_between(at, lower, upper, alpha=0.25, color=drawn.get_color(), linewidth=0)

@@ -1,4 +1,4 @@
-"""Sizes at which the loss is measured: those of the recipes, of one experiment, or those that the user names."""
+"""The sizes at which the loss is measured: of the recipes, of one experiment, or given by the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LossShape(NamedTuple):
 
     @property
     def num_slices(self) -> int:
-        """Slices of slice_size rows that one step whitens, all iterations and views."""
+        """Return the number of slices that one step whitens, over all iterations and views."""
         return self.iterations * self.num_views * (self.num_images // self.slice_size)
 
 
@@ -39,15 +39,14 @@ RECIPE_SHAPES = (  # of the experiments in configs/, each on one rank
 
 
 def shape_of_config(config: Config, num_ranks: int) -> LossShape:
-    """What one of `num_ranks` ranks whitens in a step of the experiment: its own images (with accumulation those of a part), or
-    those of its slice group where neighbours whiten theirs together. InputError for ranks that cannot share the step."""
-    together = indivisible_images(config)
-    images_per_rank = images_of_rank(Ranks(0, num_ranks), config.data.images_per_step, together).count
+    """Return what one of `num_ranks` ranks whitens at once: the images of a micro-batch, or those of its loss group.
+
+    Raises InputError if so many ranks cannot share the step."""
+    unit = indivisible_images(config)
+    images = images_of_rank(Ranks(0, num_ranks), config.data.images_per_step, unit).count
     return LossShape(
         num_views=config.views.num_views,
-        num_images=images_per_rank
-        // micro_batches(config, images_per_rank)
-        * loss_group_size(images_per_rank, num_ranks, together),
+        num_images=images // micro_batches(config, images) * loss_group_size(images, num_ranks, unit),
         slice_size=config.wmse.slice_size,
         embedding_size=config.model.embedding_size,
         iterations=config.wmse.iterations,
@@ -55,17 +54,17 @@ def shape_of_config(config: Config, num_ranks: int) -> LossShape:
 
 
 def not_measured(config: Config) -> list[str]:
-    """Settings of the loss that are set aside, in words: the authors' loop, which all are held against, has no such thing."""
+    """Return the settings of the loss that are not measured, as text: the authors' loop has no such thing."""
     loop = {"normalize": True, "eps": 0.0}
     return [
-        f"loss.{name} is {value}, measured with {loop[name]}"
+        f"wmse.{name} is {value}, measured with {loop[name]}"
         for name, value in dataclasses.asdict(config.wmse).items()
         if name in loop and value != loop[name]
     ]
 
 
 def parse_shapes(words: Sequence[str]) -> list[LossShape]:
-    """["4,256,128,64,1", ...] -> shapes; InputError for one that W-MSE cannot have."""
+    """Read shapes such as "4,256,128,64,1". Raises InputError for one that W-MSE cannot have."""
     return [_parse_shape(word) for word in words]
 
 

@@ -1,10 +1,10 @@
-"""What a rank needs before its first plan, in time and memory, for a set of so many images: in a process of its own.
+"""Measure the time and memory that a rank needs before its first plan, for a set of so many images, in a fresh process.
 
     python -m trainer.bench.start_up ROOT SPLIT IMAGES_PER_STEP BEGAN
 
 BEGAN: time.time() just before the process was started. Prints one JSON object: seconds until everything that a rank imports is
-loaded, then until the first plan; memory after each, bytes. PSS: pages shared with other processes count in part; USS: only
-this process's own.
+loaded, then until the first plan, and the memory after each in bytes. PSS counts pages shared with other processes in part; USS
+counts only this process's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.distributed.ranks import Ranks
 
 
 def memory() -> dict[str, int]:
-    """Of this process, bytes: pss, uss."""
+    """Return pss and uss of this process in bytes."""
     found: dict[str, int] = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, size, *_ = line.split()
@@ -33,7 +33,7 @@ def memory() -> dict[str, int]:
 
 
 def start_up(root: Path, split: str, images_per_step: int, began: float) -> dict[str, float]:
-    """Open the index, draw the epoch's order and the first plan -> figures, see above."""
+    """Open the index, draw the epoch's order and the first plan. Returns the figures."""
     imported, before = time.time(), memory()
     index = open_index(root, split)
     opened = time.time()

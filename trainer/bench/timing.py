@@ -1,30 +1,35 @@
-"""Time of several functions on one machine, in windows that take turns: a machine that gets busy slows all of them alike."""
+"""Time several functions on one machine in windows that alternate, so that a busy machine slows all of them alike."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-MIN_WINDOW_SECONDS = 0.005  # shorter ones measure the clock, the synchronisation and the scheduler of the machine
+from trainer.distributed.ranks import Ranks
+
+MIN_WINDOW_SECONDS = 0.005  # shorter windows measure the clock and the scheduler of the machine
 MIN_WINDOWS = 3
+MAX_WINDOWS = 50
+MIN_CALLS = {"cpu": 1, "cuda": 5}  # in a window; a GPU is idle at its start, until the first launches reach it
 
-Window = Callable[[int], float]  # makes so many calls -> seconds that they took
+Window = Callable[[int], float]  # makes this many calls and returns the seconds that they took
 Name = TypeVar("Name", bound=Hashable)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where there is something to wait for."""
+    """Wait until a GPU has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> Window:
-    """Calls one after the other; the device is waited for before the first and after the last."""
+    """Time consecutive calls. The device is synchronized before the first and after the last."""
 
     def window(calls: int) -> float:
         synchronize(device)
@@ -38,8 +43,9 @@ def timed(function: Callable[[], Any], device: torch.device) -> Window:
 
 
 def timed_after(prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device) -> Window:
-    """Calls function(prepare()); each prepare() runs, and is waited for, outside the clock. Each call is waited for, too, so
-    on a GPU the time to launch it is in the figure, which in `timed` hides behind the call before."""
+    """Time function(prepare()) without the time of prepare().
+
+    The device is synchronized around each call, so on a GPU the time includes the launch, which `timed` hides."""
 
     def window(calls: int) -> float:
         elapsed = 0.0
@@ -55,25 +61,61 @@ def timed_after(prepare: Callable[[], Any], function: Callable[[Any], Any], devi
     return window
 
 
-def take_turns(windows: Mapping[Name, Window], seconds: float) -> dict[Name, list[float]]:
-    """Microseconds a call in each window, for about `seconds` and MIN_WINDOWS rounds at least.
+def interleave(
+    windows: Mapping[Name, Window],
+    seconds: float,
+    *,
+    ranks: Ranks | None = None,
+    min_calls: int = 1,
+    num_windows: int = 0,
+    warm_up: bool = True,
+) -> dict[Name, list[float]]:
+    """Return the seconds of a call in each window. All functions together take about `seconds`.
 
-    Every function is called twice before, which is left out: the first call warms it up, the second tells how many calls
-    last MIN_WINDOW_SECONDS; a function slower than that has one call a window.
+    Every round has one window of each function, and all windows last about as long. With several ranks the slowest one decides
+    how many calls a window has, so that all make the same calls.
+
+    num_windows: of each function; 0: from 3 to 50, as time allows. warm_up: call every function once before it is timed.
     """
-    for window in windows.values():
-        window(1)
-    calls = {name: math.ceil(MIN_WINDOW_SECONDS / window(1)) for name, window in windows.items()}
+    ranks = ranks or Ranks()
+    target = max(MIN_WINDOW_SECONDS, seconds / (num_windows or MAX_WINDOWS) / max(1, len(windows)))
+    calls: dict[Name, int] = {}
+    round_seconds = 0.0
+    for name, window in windows.items():
+        if warm_up:
+            window(1)
+        calls[name], call_seconds = _calls_of_window(window, target, ranks, min_calls)
+        round_seconds += calls[name] * call_seconds
+    rounds = num_windows or min(MAX_WINDOWS, max(MIN_WINDOWS, round(seconds / max(round_seconds, 1e-9))))
     samples: dict[Name, list[float]] = {name: [] for name in windows}
-    rounds, end = 0, time.perf_counter() + seconds
-    while rounds < MIN_WINDOWS or time.perf_counter() < end:
+    for _ in range(rounds):
         for name, window in windows.items():
-            samples[name].append(window(calls[name]) / calls[name] * 1e6)
-        rounds += 1
+            samples[name].append(window(calls[name]) / calls[name])
     return samples
 
 
-def spread(samples: list[float]) -> dict[str, float]:
-    """-> median, quartile_1, quartile_3, windows (how many samples)."""
-    lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median": median, "quartile_1": lower, "quartile_3": upper, "windows": len(samples)}
+def _calls_of_window(window: Window, target: float, ranks: Ranks, min_calls: int) -> tuple[int, float]:
+    """Return how many calls last about `target` seconds, and the seconds of one call."""
+    calls = min_calls
+    elapsed = _slowest(window(calls), ranks)
+    while elapsed < target / 4:  # too short to tell: the first calls of a loader, for example, are ready already
+        calls *= 4
+        elapsed = _slowest(window(calls), ranks)
+    call_seconds = elapsed / calls
+    return max(min_calls, math.ceil(target / call_seconds)), call_seconds
+
+
+def _slowest(seconds: float, ranks: Ranks) -> float:
+    if ranks.world_size == 1:
+        return seconds
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    value = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def spread(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
+    """Return median, quartile_1, quartile_3 of the samples times `scale`, and windows, which is how many there are."""
+    scaled = [scale * sample for sample in samples]
+    lower, median, upper = statistics.quantiles(scaled, n=4, method="inclusive") if len(scaled) > 1 else 3 * scaled
+    return {"median": median, "quartile_1": lower, "quartile_3": upper, "windows": len(scaled)}

@@ -12,17 +12,17 @@ MOST_SIZES = 8  # of torch.compile: more shapes of one function it refuses
 LEAST_SKIPPED_STEPS_FP16 = 16  # a scale of 2^16 halved so often is 1
 
 
-def check(config: Config) -> list[str]:
-    """Every problem that the config alone shows; an empty list where there is none."""
+def check(config: Config, *, method: bool = True) -> list[str]:
+    """Return every problem that the config alone shows. method: whether its sizes must fit the method."""
     if config.method not in METHODS:
         near = closest(config.method, METHODS) or f": choose one of {', '.join(METHODS)}"
         return [f"method is {config.method!r}, which does not exist{near}"]
     return [
         *_ranges(config),
         *_views(config.views),
-        *config.method_settings.problems(config),
+        *(config.method_settings.problems(config) if method else []),
         *_other_methods(config),
-        *_micro_batches(config),
+        *(_micro_batches(config) if method else []),
         *_early_sides(config),
         *_precision(config),
         *_optimizer(config.optimizer),

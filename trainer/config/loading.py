@@ -49,17 +49,20 @@ def add_config_arguments(parser: ArgumentParser) -> None:
     parser.add_class_arguments(Config, fail_untyped=True)
 
 
-def load_config(path: Path | Sequence[Path] | None, overrides: Iterable[str]) -> Config:
+def load_config(path: Path | Sequence[Path] | None, overrides: Iterable[str], *, check_method: bool = True) -> Config:
     """Load the settings of YAML files, a later file over those before it, and `overrides` (command-line words) over them all.
     Other settings keep their defaults. A file may be the name of a recipe in configs/.
 
     Raises InputError listing every problem at once, each with its file: unknown keys with the nearest known one, keys given
-    twice, values of the wrong type, and what `config.checks` finds.
+    twice, values of the wrong type, and what `config.checks` finds. check_method: False for a command that needs images but no
+    loss: its sizes need not fit the method.
     """
-    return load_settings(path, overrides).config
+    return load_settings(path, overrides, check_method=check_method).config
 
 
-def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) -> Settings:
+def load_settings(
+    path: Path | Sequence[Path] | None, overrides: Iterable[str], *, check_method: bool = True
+) -> Settings:
     """Load as `load_config` does, and return the source of each value as well."""
     problems: list[str] = []
     words: list[_Word] = []
@@ -71,7 +74,7 @@ def load_settings(path: Path | Sequence[Path] | None, overrides: Iterable[str]) 
     flat = _typed(parser, words, problems)
     if not problems:
         config = _build(flat)
-        problems = check(config)
+        problems = check(config, method=check_method)
     if problems:
         raise InputError(f"{len(problems)} problem(s) with the settings:\n" + "\n".join(f"  - {p}" for p in problems))
     given = {word.key: word.source for word in words}  # in the order of the files

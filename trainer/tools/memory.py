@@ -108,20 +108,26 @@ def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
     return Memory(4 * (weights + trained * (1 + moments)), kept, views)
 
 
-def _kept_by_autograd(model: nn.Module, pixels: Tensor) -> int:
-    """Count the bytes that an eager forward keeps for backward, each storage once. Fake tensors compute nothing."""
-    kept = {}
+def saved_storages(forward: Callable[[], Any]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages that autograd saves for the backward of `forward`, each once."""
+    saved = {}
 
-    def count(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage  # kept alive, so that no other storage gets its address
+        saved[storage._cdata] = storage  # kept alive, so that no other storage gets its address
         return tensor
 
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        forward()
+    return saved
+
+
+def _kept_by_autograd(model: nn.Module, pixels: Tensor) -> int:
+    """Count the bytes that an eager forward keeps for backward. Fake tensors compute nothing."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         held = [*model.parameters(), *model.buffers(), pixels]
         own = [same.untyped_storage() for tensor in held for same in (tensor, mode.from_tensor(tensor))]
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-            model(mode.from_tensor(pixels))
+        kept = saved_storages(lambda: model(mode.from_tensor(pixels)))
     own_addresses = {storage._cdata for storage in own}
     return sum(storage.nbytes() for address, storage in kept.items() if address not in own_addresses)
 

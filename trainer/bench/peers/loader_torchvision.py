@@ -1,5 +1,4 @@
-"""The loader that most public code of the field uses: a DataLoader whose workers open each file with Pillow once and put the
-image through torchvision.transforms d times."""
+"""The loader that most public code uses: the workers of a DataLoader open each file with Pillow and transform it d times."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ class TorchvisionViews(Dataset):
     """d augmented views of each image, each (3, S, S) uint8."""
 
     def __init__(self, index: Index, recipe: ViewsConfig) -> None:
-        self.index, self.num_views = index, recipe.num_views
+        self.index = index
+        self.num_views = recipe.num_views
         jitter = v2.ColorJitter(recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue)
         blur = v2.GaussianBlur(recipe.blur_window, recipe.blur_sigma)
         self.transform = v2.Compose(
@@ -46,7 +46,7 @@ class TorchvisionViews(Dataset):
 
 
 def torchvision_batches(config: Config, workers: int) -> Iterator[Any]:
-    """Batch after batch from a DataLoader with `workers` processes: d tensors (N, 3, S, S) uint8."""
+    """Start a DataLoader with `workers` processes, which yields d tensors (N, 3, S, S) uint8."""
     data = TorchvisionViews(open_index(Path(config.data.root), config.data.train_split), config.views)
     images = config.data.images_per_step
     sampler = RandomSampler(data, replacement=False, num_samples=1 << 30)

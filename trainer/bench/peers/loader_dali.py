@@ -1,10 +1,9 @@
 """DALI with its own random operators, as one would write it without a plan.
 
-Two forms: decode an image once and crop it d times, or decode the crop of each view on its own (`image_random_crop`). Both read
-with DALI's file reader, draw a view's colour factors with masks where none is drawn, do all of colour in one
-`color_twist`, blur only the views that are drawn (`if` in the graph), with the window that DALI takes for a sigma by itself,
-and hand torch tensors over by DALI's own iterator. Every random operator has a seed of its own: two with the same one are
-merged, and so would views be.
+There are two forms: one decodes an image and crops it d times, the other decodes the crop of each view (`image_random_crop`).
+Both read with DALI's file reader, do all of colour in one `color_twist`, blur only the chosen views (`if` in the graph) with
+DALI's own window for a sigma, and use DALI's own iterator. Every random operator needs a seed of its own: DALI merges two
+operators with the same one, and would so merge views.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Seeds = Iterator[int]
 
 
 def dali_batches(config: Config, *, decode_once: bool) -> Iterator[Any]:
-    """Batch after batch on the CPU: {"view0": (N, S, S, 3) uint8, ...}. InputError for a set of shards."""
+    """Yield batches on the CPU: {"view0": (N, S, S, 3) uint8, ...}. Raises InputError for a set of shards."""
     data, recipe = config.data, config.views
     index = open_index(Path(data.root), data.train_split)
     if not index.is_folder:

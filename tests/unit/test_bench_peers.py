@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import loader_options
-from benchmarks.peers.__main__ import main
-from benchmarks.peers.loader_dali import dali_batches
-from benchmarks.peers.loader_torchvision import torchvision_batches
-from benchmarks.peers.loaders import loaders
-from benchmarks.peers.optimizers import compare_optimizers, optimizers
+from trainer.bench.peers import loaders
+from trainer.bench.peers.__main__ import main
+from trainer.bench.peers.loader_dali import dali_batches
+from trainer.bench.peers.loader_torchvision import torchvision_batches
+from trainer.bench.peers.optimizers import optimizers
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 
-CPU = torch.device("cpu")
+PEERS = ["torchvision", "dali_decode_once", "dali_decode_per_view"]
 
 
 @pytest.fixture
@@ -33,9 +32,6 @@ def views_of(config: Config, name: str) -> list[torch.Tensor]:
     return [batch[f"view{view}"].permute(0, 3, 1, 2) for view in range(config.views.num_views)]
 
 
-PEERS = ["torchvision", "dali_decode_once", "dali_decode_per_view"]
-
-
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_makes_different_views_of_the_recipes_size(config: Config, name: str) -> None:
     first, second, *_ = views_of(config, name)
@@ -44,11 +40,6 @@ def test_a_peer_makes_different_views_of_the_recipes_size(config: Config, name: 
         assert view.dtype == torch.uint8
     assert (first != second).flatten(1).any(1).all()
     assert len(torch.unique(first, dim=0)) > 1
-    crops = replace(
-        config.views, flip_probability=0.0, color_probability=0.0, gray_probability=0.0, blur_probability=0.0
-    )
-    first, second, *_ = views_of(replace(config, views=crops), name)
-    assert (first != second).flatten(1).any(1).all()  # by their windows alone
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -61,68 +52,58 @@ def test_a_peer_shows_the_same_image_in_all_views(config: Config, name: str) -> 
     assert (first[:1].float() - second[1:2].float()).abs().mean() > 20
     gray = views_of(replace(config, views=replace(plain, gray_probability=1.0)), name)[0].float()
     assert (gray[:, 0] - gray[:, 1]).abs().max() <= 2
-    assert (first[:, 0].float() - first[:, 1].float()).abs().max() > 20
     blurred = replace(plain, blur_probability=1.0, blur_sigma=(1.9, 2.0), blur_window=13)
     soft = views_of(replace(config, views=blurred), name)[0].float()
     assert soft.diff(n=2, dim=-1).abs().mean() < 0.75 * first.float().diff(n=2, dim=-1).abs().mean()
 
 
 def test_every_loader_goes_on_past_an_epoch(config: Config) -> None:
-    """A set of a few steps is gone through many times in a window."""
-    for make in loaders(config, 0).values():
-        assert sum(1 for _ in islice(make(), 40)) == 40
+    """The set has three steps."""
+    for start in loaders.peer_loaders(config, 0).values():
+        assert sum(1 for _ in islice(start(), 8)) == 8
 
 
 def test_every_optimizer_updates_all_its_parameters(config: Config) -> None:
-    for model, step in optimizers(config, CPU).values():
+    for model, step in optimizers(config, torch.device("cpu")).values():
         before = [p.detach().clone() for p in model.parameters()]
         for p in model.parameters():
             p.grad = torch.full_like(p, 1e3)
         step()
         assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    result = compare_optimizers(config, 0.01, CPU)
-    assert result["times"].keys() == {"timm_lars_foreach", "timm_lars", "sgd_foreach"}
-    assert all(ratio > 0 for ratio in result["times"].values())
 
 
-def test_the_command_prints_ratios_and_refuses_unknown_parts(
-    config: Config, tiny_config: Path, tiny_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--seconds", "0.1"]
-    assert main([*words, "--only", "loss,optimizer", "--out", str(tmp_path / "peers.json")]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads((tmp_path / "peers.json").read_text())
-    assert result["loss"]["times"].keys() == {"loop", "reference"}
-    assert "loader" not in result
-    assert {"commit", "versions"} <= result.keys()
-    assert main([*words, "--only", "loader", "--workers", "0"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    figures = result["loader"]["figures"]
-    assert result["loader"]["times"]["torchvision"] == pytest.approx(
-        figures["ours"]["median"] / figures["torchvision"]["median"]
-    )
-    assert main([*words, "--only", "loader,lots"]) == 2
-    assert "'lots'" in capsys.readouterr().err
-
-
-def test_options_of_the_loader_are_what_they_are_called(
-    config: Config, tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each one's batches: smaller views, pixels from memory, other files."""
+def test_the_options_of_our_loader_are_what_they_are_called(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches of each: smaller views, pixels from memory, other files."""
     made = {}
 
-    def take_one(loaders, views, seconds):
-        for name, make in loaders.items():
-            made[name] = next(make()).views.clone()
-        return {name: {"median": 1.0} for name in loaders}
+    def take_one(started, views, seconds):
+        made.update({name: next(start()).views.clone() for name, start in started.items()})
+        return {name: {"median": 1.0} for name in started}
 
-    monkeypatch.setattr(loader_options, "in_turns", take_one)
-    monkeypatch.setattr(loader_options, "SIDES", (16,))
-    monkeypatch.setattr(loader_options, "MAX_SIDE", 20)
-    result = loader_options.compare(config, 1.0)
+    monkeypatch.setattr(loaders, "compare_loaders", take_one)
+    monkeypatch.setattr(loaders, "SIZES", (16,))
+    monkeypatch.setattr(loaders, "MAX_SIDE", 20)
+    result = loaders.compare_options(config, 1.0)
     assert [views.shape[-1] for views in made.values()] == [32, 16, 32, 32]
     recipe, _, cached, shrunk = made.values()
     assert torch.equal(cached, recipe)
     assert not torch.equal(shrunk, recipe)
     assert result["decoded_bytes"] == 48 * 40 * 36 * 3
-    assert result["shrunk_tar_bytes"] > 0
+
+
+def test_the_command_prints_ratios_and_refuses_unknown_parts(
+    tiny_config: Path, tiny_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--seconds", "0.2", "--workers", "0"]
+    assert main([*argv, "--out", str(tmp_path / "peers.json")]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "peers.json").read_text())
+    assert "timm_lars_foreach" in printed.err
+    assert result["loss"]["times"].keys() == {"loop", "reference"}
+    assert result["optimizer"]["times"].keys() == {"timm_lars_foreach", "timm_lars", "sgd_foreach"}
+    figures = result["loader"]["figures"]
+    ratio = figures["ours"]["median"] / figures["torchvision"]["median"]
+    assert result["loader"]["times"]["torchvision"] == pytest.approx(ratio)
+    assert main([*argv, "--only", "loader,lots"]) == 2
+    assert "'lots'" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Compare parts of this program with what others use: loaders, losses, optimizers."""
