@@ -138,7 +138,7 @@ def _networks_alone(steps: FixedSteps) -> Callable[[], None]:
 
 
 def _ranks_point(config: Config, device: torch.device, seconds: float, ranks: int) -> Point:
-    """Run `wmse bench compute` with so many processes on this machine, each with the config's images."""
+    """Run `wmse bench compute` with `ranks` processes on this machine, each with the config's images."""
     point: Point = {"ranks": ranks}
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         return point | {"not_run": f"this machine has {torch.cuda.device_count()} GPU(s)"}
@@ -156,7 +156,7 @@ def _ranks_point(config: Config, device: torch.device, seconds: float, ranks: in
 
 
 def _set_point(num_images: int) -> Point:
-    """Start fresh processes that open an index of so many images; the figure is index_seconds."""
+    """Start fresh processes that open an index of `images` images; the figure is index_seconds."""
     with tempfile.TemporaryDirectory(prefix="bench_growth_") as folder:
         path = write_index_only(Path(folder), "train", num_images)
         size = path.stat().st_size

@@ -87,7 +87,7 @@ def compare_loaders(loaders: Loaders, views: int, seconds: float, windows: int =
 
 
 def _window(start: Callable[[], Iterator[Any]]) -> Window:
-    """Start a loader, leave the first batches out, and time so many batches."""
+    """Start a loader, leave the first batches out, and time `calls` batches."""
 
     def window(calls: int) -> float:
         batches = start()

@@ -127,7 +127,7 @@ def _loader_sweep(result: Result) -> Report:
 
 def comparison(part: Result, name: str | None = None) -> Report:
     """Return the table of things that were compared. name: of the part."""
-    ratio = "times the recipe's" if name == "options" else "ours is so many times as fast"
+    ratio = "times the recipe's" if name == "options" else "ours is this many times as fast"
     times = {each: f"{value:.2f}" for each, value in part["times"].items()}
     rows = [[each, spread_text(figure), times.get(each, "")] for each, figure in part["figures"].items()]
     return Report([name or "", part["unit"], ratio], rows)

@@ -41,7 +41,7 @@ RECIPE_SHAPES = (  # of the experiments in configs/, each on one rank
 def shape_of_config(config: Config, num_ranks: int) -> LossShape:
     """Return what one of `num_ranks` ranks whitens at once: the images of a micro-batch, or those of its loss group.
 
-    Raises InputError if so many ranks cannot share the step."""
+    Raises InputError if that many ranks can't share the step."""
     unit = indivisible_images(config)
     images = images_of_rank(Ranks(0, num_ranks), config.data.images_per_step, unit).count
     return LossShape(

@@ -1,4 +1,4 @@
-"""Measure the time and memory that a rank needs before its first plan, for a set of so many images, in a fresh process.
+"""Measure the time and memory that a rank needs before its first plan, for a set of a given size, in a fresh process.
 
     python -m trainer.bench.start_up ROOT SPLIT IMAGES_PER_STEP BEGAN
 
