@@ -220,7 +220,7 @@ def test_a_gpus_outputs_are_given_back_after_their_copy(index, monkeypatch):
     one = on_a_gpu(index, monkeypatch, notes)
     for number in range(5):
         assert (one._collect(Outputs(number, notes), PER_STEP) == number).all()
-    one._let_go(0)
+    one._release_outputs(0)
     for number in range(5):
         own = [note for note in notes if note.endswith(f" {number}")]
         assert own == [*[f"copy {number}"] * RECIPE.num_views, *(f"{w} {number}" for w in ("record", "wait", "drop"))]

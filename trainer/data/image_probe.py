@@ -128,7 +128,9 @@ def _decode(data: bytes) -> Image.Image:
     try:
         image = _open(data)
         image.load()
-    except Exception as error:  # Pillow's readers raise nearly any type on damaged bytes; all of them mean "can't be decoded"
+    except (
+        Exception
+    ) as error:  # Pillow's readers raise nearly any type on damaged bytes; all of them mean "can't be decoded"
         raise InputError(_describe_error(error, data)) from error
     return image
 

@@ -94,7 +94,7 @@ class Index:
         return self._shards is None
 
     def kind(self, i: int) -> Literal["direct", "convert"]:
-        """Return "direct" if DALI decodes image i's bytes as they are, "convert" if it needs `image_probe.to_direct` of them."""
+        """Return "direct" if DALI decodes image i as it is, "convert" if `image_probe.to_direct` has to convert it first."""
         return "convert" if self._columns["kind"][i] else "direct"
 
     def name(self, i: int) -> str:
