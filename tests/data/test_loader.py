@@ -316,7 +316,7 @@ BAD = {
     "html": (b"<html>404</html>", "not a readable image"),
     "empty": (b"", "empty file"),
     "cut": (GOOD[: len(GOOD) // 2], "Truncated"),
-    "other size": (encoded("JPEG", image(height=31, width=40)), "31x40 pixels, 30x40 when"),
+    "other size": (encoded("JPEG", image(height=31, width=40)), "31x40 pixels, but was 30x40 when"),
     "only decoding tells": (damaged_png(), "broken data stream"),
 }
 

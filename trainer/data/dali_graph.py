@@ -52,7 +52,10 @@ def has_color(recipe: ViewsConfig) -> bool:
 
 
 def view_arrays(
-    plan: Plan, recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]
+    plan: Plan,
+    recipe: ViewsConfig,
+    heights: NDArray[np.integer],
+    widths: NDArray[np.integer],
 ) -> list[NDArray]:
     """Return the graph's inputs after the encoded images, in its order.
 
@@ -107,7 +110,12 @@ def eval_recipe(recipe: ViewsConfig) -> ViewsConfig:
 
 
 def view_pipeline(
-    recipe: ViewsConfig, batch_size: int, place: Placement, source: Source, *, decoded: bool = False
+    recipe: ViewsConfig,
+    batch_size: int,
+    place: Placement,
+    source: Source,
+    *,
+    decoded: bool = False,
 ) -> Any:
     """Build a DALI pipeline whose outputs are the d views, uint8 (N, S, S, 3), on the placement's device.
 

@@ -130,7 +130,10 @@ def _add_classes(listing: Listing, folder: Path, entries: _Entries) -> None:
 
 
 def build_folder(
-    root: Path, split: str, progress: bool, classes: Sequence[str] | None = None
+    root: Path,
+    split: str,
+    progress: bool,
+    classes: Sequence[str] | None = None,
 ) -> tuple[IndexContent, list[str]]:
     """Build the content of a folder's index and notes for the user. Many threads read the first bytes of every file.
 
@@ -177,7 +180,11 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 def assemble_content(
-    columns: Columns, names: list[str], verdicts: list[Verdict], metadata: dict[str, Any], display_names: list[str]
+    columns: Columns,
+    names: list[str],
+    verdicts: list[Verdict],
+    metadata: dict[str, Any],
+    display_names: list[str],
 ) -> IndexContent:
     """Join columns and verdicts to the content of an index; bad files are skipped and listed in it.
 

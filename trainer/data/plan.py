@@ -53,7 +53,13 @@ class Planner:
     """
 
     def __init__(
-        self, recipe: ViewsConfig, *, seed: int, num_images: int, images_per_step: int, images: ImageRange
+        self,
+        recipe: ViewsConfig,
+        *,
+        seed: int,
+        num_images: int,
+        images_per_step: int,
+        images: ImageRange,
     ) -> None:
         self.recipe = recipe
         self.seed = seed
@@ -137,7 +143,10 @@ def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: ImageRange) -> t
 
 
 def crop_windows(
-    plan: Plan, recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]
+    plan: Plan,
+    recipe: ViewsConfig,
+    heights: NDArray[np.integer],
+    widths: NDArray[np.integer],
 ) -> NDArray[np.int64]:
     """Return crop windows (N, d, 4): top, left, height and width in pixels of the image.
 

@@ -107,7 +107,11 @@ def _choose_splits(source: str, splits: Sequence[str] | None, max_images: Mappin
 
 
 def _check_arguments(
-    source: str, dest: Path, images_per_shard: int, shrink: Shrink | None, classes: Path | None
+    source: str,
+    dest: Path,
+    images_per_shard: int,
+    shrink: Shrink | None,
+    classes: Path | None,
 ) -> None:
     """Raise InputError if DEST is not empty or an argument is out of range."""
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
@@ -187,7 +191,12 @@ def _list_splits(source: str) -> list[str]:
 
 
 def _open_source(
-    source: str, split: str, partial: Path, download_dir: Path, classes: Path | None, progress: bool
+    source: str,
+    split: str,
+    partial: Path,
+    download_dir: Path,
+    classes: Path | None,
+    progress: bool,
 ) -> tuple[Index | ArraySplit, list[tuple[str, str]]]:
     """Open a split; return its images, and (name, problem) of each file that can't be used."""
     if source in SETS:

@@ -98,7 +98,10 @@ def write_shards(
 
 
 def _read_samples(
-    images: Index | ArraySplit, ids: list[int], shrink: Shrink | None, bad: list[tuple[str, str]]
+    images: Index | ArraySplit,
+    ids: list[int],
+    shrink: Shrink | None,
+    bad: list[tuple[str, str]],
 ) -> Iterator[Sample]:
     """Yield the usable images in the order of `ids` and append the others to `bad`. Many threads read the images."""
     keys: set[str] = set()  # keys in use

@@ -362,7 +362,10 @@ def shard_notes(split: str, labels: np.ndarray, skipped: list[str], shards: list
 
 
 def name_classes(
-    labels: np.ndarray, class_names: list[str] | None, display_names: Sequence[str], max_classes: int
+    labels: np.ndarray,
+    class_names: list[str] | None,
+    display_names: Sequence[str],
+    max_classes: int,
 ) -> list[str]:
     """Return the class names; if they are None, return the numbers of the classes as text, at most `max_classes`.
 
