@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+# "reference" defines the result, "torch" runs anywhere, "triton" needs an NVIDIA GPU.
 BACKENDS = ("reference", "torch", "triton")
 LARGEST_TRITON_SIZE = 512  # dimensions; the factor kernel keeps a panel of 16 rows of the matrix in registers
 
@@ -25,6 +26,7 @@ def why_not(backend: str, device_type: str, size: int, in_float64: bool) -> str 
     """
     if backend != "triton":
         return None
+    # The reasons that can be fixed come first.
     if not _has_triton():
         return "needs the package triton, which is not installed"
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -57,6 +59,7 @@ def fastest_backend(device_type: str, batch: int, num_rows: int, size: int, in_f
     if not cells:
         return "torch"
     wanted = (batch, num_rows, size)
+    # Take the row of the table whose sizes are nearest, and the fastest backend in it.
     nearest = min(cells, key=lambda cell: _distance(wanted, (cell["slices"], cell["rows"], cell["size"])))
     times = nearest["microseconds"]
     able = [name for name in times if name != "reference" and why_not(name, device_type, size, in_float64) is None]

@@ -63,6 +63,7 @@ def squares(
     g = _tensor(places, num_tensors + t, ALIGNED)
     size = _size(sizes, t, ALIGNED)
     start = (chunk - tl.load(first + t)) * CHUNK
+    # Accumulate elementwise, and add up across the threads only once.
     square_w = tl.zeros((BLOCK,), tl.float32)
     square_g = tl.zeros((BLOCK,), tl.float32)
     for offset in range(0, CHUNK, BLOCK):
@@ -100,6 +101,7 @@ def update(
             squares_g = tl.load(sums + num_chunks + at, mask=at < end, other=0.0)
             square_w += tl.sum(squares_w, axis=0)
             square_g += tl.sum(squares_g, axis=0)
+        # A division by a norm of 0 gives no valid ratio; `where` below replaces it by 1.
         trust = trust_coefficient * tl.sqrt(square_w) / tl.sqrt(square_g)
         rate *= tl.where((square_w > 0.0) & (square_g > 0.0), trust, 1.0)
     w = _tensor(places, t, ALIGNED)
@@ -150,10 +152,12 @@ class GroupUpdate:
         pairs = zip(gradients, weights, strict=True)
         gradients = [g if same_layout(g, w) else torch.empty_like(w).copy_(g) for g, w in pairs]
         self._update_tables(weights, gradients, buffers)
+        # The arguments that both kernels share.
         tables = (self._places, self._sizes, self._first, self._owner, self._sums)
         counts = (len(weights), len(self._owner))
         constants = {"ALIGNED": self._aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
         grid = (len(self._owner),)
+        # The sums are needed only for the trust ratio.
         if trust_coefficient is not None:
             squares[grid](*tables, weight_decay, *counts, **constants)
         update[grid](
@@ -168,6 +172,7 @@ class GroupUpdate:
             return
         device = weights[0].device
         numels = [w.numel() for w in weights]
+        # Addresses change more often than sizes: gradients are allocated anew in each step.
         if numels != self._numels:
             self._build_chunks(numels, device)
         for w, g, v in zip(weights, gradients, buffers, strict=True):
@@ -185,6 +190,7 @@ class GroupUpdate:
     def _build_chunks(self, numels: list[int], device: torch.device) -> None:
         """Cut the tensors into chunks and build the tables that depend only on their sizes."""
         counts = [triton.cdiv(numel, CHUNK) for numel in numels]
+        # Chunks are numbered across all tensors; `owner` maps a chunk to its tensor, `first` the other way.
         owner = [number for number, count in enumerate(counts) for _ in range(count)]
         first = [0, *itertools.accumulate(counts)]
         self._numels = numels

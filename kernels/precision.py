@@ -22,6 +22,7 @@ class full_float32:  # noqa: N801  a context manager, named like torch's own
         self._autocast = without_autocast(device)
 
     def __enter__(self) -> None:
+        # "ieee" and "none" already mean full float32.
         self._precision = self._flags.fp32_precision
         if self._precision not in ("ieee", "none"):
             self._flags.fp32_precision = "ieee"

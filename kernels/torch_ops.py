@@ -34,8 +34,10 @@ class Whiten(torch.autograd.Function):
         z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)
         ctx.eps = eps
         ctx.backend = backend
+        # x is not saved: the backward needs only the results.
         ctx.save_for_backward(z, w, u, ok)
         ctx.mark_non_differentiable(ok, min_pivot)
+        # Without this, torch would allocate zeros for a missing gradient.
         ctx.set_materialize_grads(False)
         return z, ok, min_pivot
 
@@ -48,6 +50,7 @@ class Whiten(torch.autograd.Function):
                 f"backend {ctx.backend!r} of the whitening has no second derivative: call backward without create_graph, "
                 "or use backend='reference'"
             )
+        # z was not used, so nothing flows back.
         if grad_z is None:
             return None, None, None, None
         grad_x = torch.ops.wmse.whiten_backward(grad_z, *ctx.saved_tensors, ctx.eps, ctx.backend)
@@ -90,5 +93,6 @@ _library.define(
 )
 _library.impl("whiten", _forward, "CompositeExplicitAutograd")
 _library.impl("whiten_backward", _backward, "CompositeExplicitAutograd")
+# torch.compile traces with these instead of running the kernels.
 torch.library.register_fake("wmse::whiten", _fake_forward)
 torch.library.register_fake("wmse::whiten_backward", _fake_backward)

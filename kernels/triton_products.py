@@ -99,6 +99,7 @@ def covariance(x, cov, mean, variance, M, K, ROWS: tl.constexpr, TILE: tl.conste
         c_i = _centred_rows(x, mean_i, first, i, M, K, ROWS)
         c_j = _centred_rows(x, mean_j, first, j, M, K, ROWS)
         total += tl.dot(tl.trans(c_i), c_j, input_precision="ieee")
+    # the unbiased estimate
     total = total / (M - 1)
     _store_square(cov, i, j, total, K)
     if tile_row == tile_column:
@@ -181,6 +182,7 @@ def square_product(h, w, hw, trace, K, TILE: tl.constexpr, DEPTH: tl.constexpr):
         total += tl.dot(h_ij, w_jn, input_precision="ieee")
     _store_square(hw + b * K * K, i, n, total, K)
     w_in = _load_square(w, i, n, K)
+    # The trace of W^T H W is the sum of the elementwise product of HW and W.
     share = tl.sum(tl.sum(total * w_in, axis=1), axis=0)
     number = (b * tl.num_programs(1) + tile_row) * tl.num_programs(2) + tile_column
     tl.store(trace + number, share)

@@ -58,8 +58,10 @@ def whiten_with_status(
 ) -> tuple[Tensor, WhiteningStatus]:
     """Whiten as `whiten` does; return z (B, M, k) and the status of each slice."""
     _check(x, eps)
+    # Half-precision input is whitened in float32.
     x = x if x.dtype == torch.float64 else x.float()
     backend = choose_backend(backend, x, tuple(x.shape), cholesky_float64)
+    # The reference is differentiated by autograd, the other backends have their own backward.
     if backend == "reference":
         z, ok, min_pivot = whitening_reference.whiten(x, eps, cholesky_float64)
     else:
@@ -72,6 +74,7 @@ def choose_backend(backend: str, values: Tensor, shape: tuple[int, ...], cholesk
 
     Raises ValueError for a backend that does not exist or can't whiten these slices.
     """
+    # The Triton kernels exist in float32 only.
     in_float64 = cholesky_float64 or values.dtype == torch.float64
     return _choose(backend, values.device.type, *shape, in_float64)
 
@@ -92,6 +95,7 @@ def _chosen(backend: str, device_type: str, batch: int, num_rows: int, size: int
         return fastest
     if backend not in BACKENDS:
         raise ValueError(f"no whitening backend {backend!r}; available: auto, {', '.join(BACKENDS)}")
+    # The caller asked for this backend, so do not replace it silently.
     reason = why_not(backend, device_type, size, in_float64)
     if reason:
         raise ValueError(f"whitening backend {backend!r} {reason}; use backend='auto' or 'torch'")
@@ -106,6 +110,7 @@ def _check(x: Tensor, eps: float) -> None:
     batch, num_rows, size = shape
     if not batch or not size:
         raise ValueError(f"whiten needs at least one slice and one column, got {shape}")
+    # A singular covariance has no Cholesky factor.
     if num_rows <= size:
         raise ValueError(
             f"a slice of {num_rows} rows cannot be whitened in {size} dimensions: the covariance of M rows has a rank of "

@@ -17,6 +17,7 @@ def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tens
     """Whiten x (B, M, k), float32 or float64; return z (B, M, k), W (B, k, k), an empty tensor, ok (B,), min_pivot (B,)."""
     num_rows = x.shape[1]
     with full_float32(x.device):
+        # Centre the rows and compute their covariance.
         rows = x.double() if cholesky_float64 else x
         total = rows.sum(1, keepdim=True)
         centred = torch.sub(rows, total, alpha=1 / num_rows)
@@ -30,6 +31,7 @@ def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tens
         w, info = _inverse_factor(covariance)
         # The diagonal of W = L^-1 is the reciprocal of that of L.
         pivots = w.diagonal(dim1=1, dim2=2).square().reciprocal_()
+        # A failed factor may contain NaN, so z is overwritten where it failed.
         ok, min_pivot = judge_factor(pivots, covariance, total[:, 0], num_rows, info, x.dtype)
         z = torch.bmm(centred, w.mT)
         _zero_where_failed(ok, z)
@@ -43,6 +45,7 @@ def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
     which turns most of the work into batched products. Factor and inverse then take half the time (32 slices, k = 128); at
     k = 64 nothing is gained.
     """
+    # Sizes up to which one call of LAPACK is faster than splitting; many slices make splitting pay off earlier.
     size = a.shape[-1]
     leaf = 32 if a.shape[0] >= 16 else 64
     if size <= leaf or a.device.type != "cpu":
@@ -79,6 +82,7 @@ def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: f
         half_triangle = _constants(size, z.dtype, z.device).half_triangle
         triangle = torch.bmm(grad_z.mT, z).mul_(half_triangle)
         symmetric = triangle + triangle.mT
+        # Gradient at the rows: (G - share * Z H) W.
         inner = torch.baddbmm(grad_z, z, symmetric, alpha=-(1 - eps) / (num_rows - 1))
         grad_x = torch.bmm(inner, w)
         # The shrinkage depends on the mean variance, which adds a multiple of the centred rows.

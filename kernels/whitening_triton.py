@@ -30,6 +30,7 @@ class _Tiles(NamedTuple):
 
 def _tiles(size: int) -> _Tiles:
     """Return the largest tiles with which no kernel spills registers on sm_90 (according to ptxas)."""
+    # A power of 2 that holds a row, as tl.arange requires.
     width = max(16, triton.next_power_of_2(size))
     return _Tiles(
         tile=min(width, 32),
@@ -51,6 +52,7 @@ def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tens
     batch, num_rows, size = x.shape
     x = x.contiguous()
     t = _tiles(size)
+    # Allocate the results; the kernels fill them.
     z = torch.empty_like(x)
     mean, variance = x.new_empty(2, batch, size)
     w = x.new_empty(batch, size, size)
@@ -94,6 +96,7 @@ def backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, eps: f
         grad_z, z, h, mean_g, num_rows, size, ROWS=t.rows, TILE=t.tile
     )
     triton_products.square_product[(batch, tiles, tiles)](h, w, hw, trace, size, TILE=t.tile, DEPTH=t.depth)
+    # Factors of the two terms that flow through the covariance.
     scale = (1 - eps) / (num_rows - 1)
     eps_scale = eps / (size * (num_rows - 1))
     triton_products.gradient[(batch, row_blocks, tiles)](

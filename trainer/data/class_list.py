@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.data.printable import printable
 from trainer.errors import InputError
 
+# A # begins a comment at the beginning of a line and after white space.
 _COMMENT = re.compile(r"(?:^|\s)#")
 
 
@@ -19,6 +20,7 @@ def read_class_list(path: Path, known: list[str]) -> list[str]:
     """
     first_line: dict[str, int] = {}  # class -> number of the line that names it
     for number, line in enumerate(_read_lines(path), 1):
+        # The part before the comment may be empty.
         text = _COMMENT.split(line)[0].strip()
         if not text:
             continue
@@ -37,6 +39,7 @@ def read_class_list(path: Path, known: list[str]) -> list[str]:
         first_line[name] = number
     if not first_line:
         raise InputError(f"{path}: lists no class: give the name of a class folder on each line")
+    # The order of the list does not matter: labels follow the order of the data set.
     return [name for name in known if name in first_line]
 
 
@@ -45,5 +48,6 @@ def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        # A UnicodeDecodeError has no strerror.
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file in UTF-8"
         raise InputError(f"{path}: can't be read as a list of classes: {reason}") from error

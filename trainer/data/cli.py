@@ -48,9 +48,11 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_prepare(own: argparse.Namespace) -> int:
     """Prepare the data set and return the exit code."""
+    # These modules load torchvision, so they are imported only when the command runs.
     from trainer.data.prepare import prepare
     from trainer.data.shard_writer import Shrink
 
+    # Images that are not downscaled are stored byte for byte, whatever the quality.
     if own.quality is not None and own.max_side is None:
         raise InputError("--quality only applies together with --max_side: give --max_side PIXELS as well")
     shrink = None
@@ -80,6 +82,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_check(own: argparse.Namespace) -> int:
     """Check the data set and print each bad file as it is found. Return the exit code: FAILED if there is a bad file."""
+    # Imported late for the same reason as above: `wmse --help` stays fast.
     from trainer.config.loading import load_config
     from trainer.data.verify import check_data
 
@@ -88,6 +91,7 @@ def run_check(own: argparse.Namespace) -> int:
     overrides = [f"--data.{name}={value}" for name, value in given.items() if value is not None]
     limits = load_config(None, overrides).data
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # Print each bad file at once: a large data set takes hours.
     report = check_data(
         own.path,
         splits=own.splits,
@@ -95,9 +99,11 @@ def run_check(own: argparse.Namespace) -> int:
         limits=limits,
         on_bad=lambda name, problem: print(f"{name}: {problem}", flush=True),
     )
+    # The bad files have been printed already; a summary follows.
     for line in report.splits:
         print(line)
     for note in report.notes:
         print(f"note: {note}")
     print(f"{report.checked} files, {len(report.bad)} bad, {report.converted} valid but unusual (converted when read)")
+    # Notes alone are no failure.
     return FAILED if report.bad else DONE

@@ -3,10 +3,10 @@
 DALI is imported inside the functions that build the graph, so that a training step can be built and measured on a machine
 without DALI.
 
-The graph draws nothing at random: crop windows, color matrices and blur widths are inputs, computed from the plan by
+The graph draws nothing at random: crop windows, colour matrices and blur widths are inputs, computed from the plan by
 `view_arrays`. Each image is decoded once. Crop, resize and flip are one operation (a flip swaps the two ends of the window in
-x), and all color operations are one affine map. On a CPU a view without blur bypasses the blur; on a GPU it is blurred with one
-tap, which leaves it unchanged.
+x), and all colour operations are one affine map. On a CPU a view without blur bypasses the blur; on a GPU it is blurred with
+one tap, which leaves it unchanged.
 
 Shapes: N images of this rank, d views, size S. The views are uint8 (N, S, S, 3), one output for each view.
 """
@@ -45,7 +45,8 @@ class Placement:
 
 
 def has_color(recipe: ViewsConfig) -> bool:
-    """Return whether the recipe ever changes colors; if not, the graph omits the operation."""
+    """Return whether the recipe ever changes colours; if not, the graph omits the operation."""
+    # Jitter of strength 0 does nothing, however often it is applied.
     strengths = (recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue)
     jitter = recipe.color_probability > 0 and any(strengths)
     return jitter or recipe.gray_probability > 0
@@ -59,24 +60,28 @@ def view_arrays(
 ) -> list[NDArray]:
     """Return the graph's inputs after the encoded images, in its order.
 
-    For each view these are ROI start (N, 2), ROI end (N, 2), color matrices A and C (N, 3, 3), blur sigma (N,) and number of
-    blur taps (N,). A recipe without color or blur has no inputs for it. heights, widths: (N,) pixels of the images.
+    For each view these are ROI start (N, 2), ROI end (N, 2), colour matrices A and C (N, 3, 3), blur sigma (N,) and number of
+    blur taps (N,). A recipe without colour or blur has no inputs for it. heights, widths: (N,) pixels of the images.
     """
-    top, left, height, width = np.moveaxis(crop_windows(plan, recipe, heights, widths), -1, 0)
+    windows = crop_windows(plan, recipe, heights, widths)
+    top, left, height, width = np.moveaxis(windows, -1, 0)
     # A window whose end lies left of its start is read from right to left, which flips the view.
     x = np.stack([left, left + width], axis=-1)
     x = np.where(plan.flip[..., None], x[..., ::-1], x)
-    start = np.stack([top, x[..., 0]], axis=-1).astype(np.float32)
-    end = np.stack([top + height, x[..., 1]], axis=-1).astype(np.float32)
-    fields: list[NDArray] = [start, end]
+    # DALI expects y before x.
+    start = np.stack([top, x[..., 0]], axis=-1)
+    end = np.stack([top + height, x[..., 1]], axis=-1)
+    fields: list[NDArray] = [start.astype(np.float32), end.astype(np.float32)]
     if has_color(recipe):
         fields += color_matrices(plan)
     if recipe.blur_probability > 0:
         # 0.3 % of a Gaussian lies beyond 3 sigma: dropping it changes a photograph's pixel by 0.25 levels at most, 0.0015 on
         # average, and each tap costs 4 % of the time of a blurred view. A view without blur has sigma 0 and gets 1 tap.
-        taps = np.minimum(recipe.blur_window, 2 * np.ceil(3 * plan.blur_sigma) + 1)
-        sigma = np.maximum(plan.blur_sigma, 0.01).astype(np.float32)
-        fields += [sigma, taps.astype(np.int32)]
+        taps_within_3_sigma = 2 * np.ceil(3 * plan.blur_sigma) + 1
+        taps = np.minimum(recipe.blur_window, taps_within_3_sigma)
+        # DALI accepts no sigma of 0.
+        sigma = np.maximum(plan.blur_sigma, 0.01)
+        fields += [sigma.astype(np.float32), taps.astype(np.int32)]
     # The fields are (N, d, ...); the graph takes all fields of view 0, then those of view 1, ...
     return [np.ascontiguousarray(f[:, view]) for view in range(recipe.num_views) for f in fields]
 
@@ -84,11 +89,12 @@ def view_arrays(
 def eval_arrays(recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]) -> list[NDArray]:
     """Return the graph's inputs for evaluation: ROI start and end, each (N, 2).
 
-    One resize has the same effect as resizing the shorter side to `recipe.eval_resize` and cropping the center. Sizes and
+    One resize has the same effect as resizing the shorter side to `recipe.eval_resize` and cropping the centre. Sizes and
     offsets are rounded as torchvision rounds them.
     """
     size = np.stack([heights, widths], axis=-1).astype(np.int64)
     shorter_side = size.min(axis=-1, keepdims=True)
+    # Size of the whole image after the resize, and the corner of the crop in it.
     resized = size * recipe.eval_resize // shorter_side
     corner = np.rint((resized - recipe.size) / 2)
     # Transform the crop back to pixels of the stored image.
@@ -99,7 +105,7 @@ def eval_arrays(recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArr
 
 
 def eval_recipe(recipe: ViewsConfig) -> ViewsConfig:
-    """Return the recipe without augmentation: one view, no color operations, no blur."""
+    """Return the recipe without augmentation: one view, no colour operations, no blur."""
     return replace(
         recipe,
         num_views=1,
@@ -140,6 +146,7 @@ def view_pipeline(
         enable_conditionals=True,
     )
     def graph() -> tuple[Any, ...]:
+        # The images are the first input, then come the inputs of each view.
         num_inputs = 1 + inputs_per_view * recipe.num_views
         encoded, *arrays = fn.external_source(source=source, num_outputs=num_inputs, batch=True)
         image = on_device(encoded, place) if decoded else decode(encoded, place)
@@ -149,6 +156,7 @@ def view_pipeline(
             first_input = view * inputs_per_view
             start, end, *rest = arrays[first_input : first_input + inputs_per_view]
             v = _resize(image, start, end, recipe)
+            # A and C follow start and end; sigma and taps come last.
             if color:
                 v = _affine(v, rest[0], rest[1], image_mean, place)
             if blur:
@@ -156,6 +164,7 @@ def view_pipeline(
             views.append(v)
         return tuple(views)
 
+    # Building the pipeline allocates its buffers and starts its threads.
     pipe = graph()
     pipe.build()
     return pipe
@@ -197,6 +206,7 @@ def on_device(pixels: Any, place: Placement) -> Any:
 def _gpu_decoder(place: Placement) -> dict[str, Any]:
     """Return the additional arguments of a decoder on a GPU."""
     arguments: dict[str, Any] = {"hw_decoder_load": place.hw_decoder_load}
+    # Without a hint the decoder allocates its buffers when the first images arrive.
     width, height = place.decoder_hint
     if width and height:
         arguments["preallocate_width_hint"] = width
@@ -208,6 +218,7 @@ def _mean(image: Any) -> Any:
     """Return the mean pixel of each image, (1, 3) float."""
     from nvidia.dali import fn, types
 
+    # coord_transform takes pixels in rows, so the mean is a single row.
     mean = fn.reductions.mean(image, axes=[0, 1], dtype=types.FLOAT)
     return fn.reshape(mean, shape=[1, 3])
 
@@ -235,6 +246,7 @@ def _affine(view: Any, a: Any, c: Any, image_mean: Any | None, place: Placement)
     """
     from nvidia.dali import fn, types
 
+    # C m has the shape of one pixel.
     shift = fn.coord_transform(_mean(view) if image_mean is None else image_mean, M=c)
     if place.device_id is None:
         return fn.coord_transform(view, M=a, T=fn.reshape(shift, shape=[3]), dtype=types.UINT8)

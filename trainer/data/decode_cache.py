@@ -51,15 +51,18 @@ class DecodeCache:
         have opened it. Raises InputError if the node lacks the memory.
         """
         self._path = path
+        # Height and width of each image, to restore the shape of its pixels.
         self._shapes = np.stack([index.heights, index.widths], axis=1)
         # Image i's pixels lie at starts[i] to starts[i + 1], behind the flags of all images.
-        self._starts = len(index) + np.concatenate([[0], np.cumsum(_image_bytes(index))])
+        ends = np.cumsum(_image_bytes(index))
+        self._starts = len(index) + np.concatenate([[0], ends])
         total = int(self._starts[-1])
         try:
             if create:
                 self.forget_name()  # a run that was killed may have left a file of this name
             self._memory = _map_file(path, total, create)
         except OSError as error:
+            # Do not leave a partly allocated file behind.
             with contextlib.suppress(OSError):
                 self.forget_name()
             raise InputError(
@@ -78,12 +81,14 @@ class DecodeCache:
 
     def put(self, image_id: int, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Store an image's pixels (H, W, 3) and return the stored copy."""
+        # Two processes may store the same image at the same time; both write the same bytes.
         stored = self._pixels(image_id)
         stored[...] = pixels
         self._memory[image_id] = 1  # set last: a reader that sees the flag finds all pixels
         return stored
 
     def _pixels(self, image_id: int) -> NDArray[np.uint8]:
+        # The cache is one flat array: cut out the image and restore its shape.
         height, width = self._shapes[image_id]
         start = self._starts[image_id]
         end = self._starts[image_id + 1]
@@ -97,6 +102,7 @@ def _image_bytes(index: Index) -> NDArray[np.int64]:
 
 def _map_file(path: Path, num_bytes: int, create: bool) -> NDArray[np.uint8]:
     """Map a file of shared memory as an array (num_bytes,). Raises OSError."""
+    # O_NOFOLLOW: another user may have put a symbolic link there. O_EXCL: the file must be new.
     flags = os.O_RDWR | os.O_NOFOLLOW
     if create:
         flags |= os.O_CREAT | os.O_EXCL

@@ -28,6 +28,7 @@ def decode_by_dali(data: bytes, *, on_gpu: bool = False) -> NDArray[np.uint8] | 
     """Decode bytes that `inspect_image` calls direct by DALI alone, to (H, W, 3). Return None if DALI refuses them."""
     from nvidia.dali.experimental.dynamic import decoders  # takes a second
 
+    # The settings must equal those of `dali_graph.decode`.
     encoded = np.frombuffer(data, np.uint8)
     device = "gpu" if on_gpu else "cpu"
     try:

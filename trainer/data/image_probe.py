@@ -26,10 +26,10 @@ MAX_PIXELS = 178_956_970  # Pillow refuses larger images as decompression bombs;
 # Each scan of a progressive JPEG passes over all pixels. Scans times pixels may be at most this many times the largest number
 # of pixels. A usual progressive JPEG has 10 scans.
 MOST_PASSES = 16
-HEAD_BYTES = 16 * 1024  # enough for nearly all photographs: only EXIF data and color profiles precede the size
+HEAD_BYTES = 16 * 1024  # enough for nearly all photographs: only EXIF data and colour profiles precede the size
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_COLOR_TYPES = (0, 2, 3, 4, 6)
+_PNG_COLOUR_TYPES = (0, 2, 3, 4, 6)
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # inside a scan, 0xFF is followed only by 0 or a restart number
 _JPEG_BETWEEN_SCANS = {0xC4, 0xDA, 0xDB, 0xDC, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, further scans, comments
 
@@ -44,6 +44,7 @@ class ImageInfo(NamedTuple):
     problem: str = ""  # why the file is bad
 
 
+# Parsing has two stages: up to the compressed pixels, and from there to the end of the file.
 class _Structure(NamedTuple):
     """What the bytes before the compressed pixels say."""
 
@@ -76,10 +77,12 @@ def inspect_image(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageInfo:
     structure = _parse_head(data)
     if structure is None:
         return _ask_pillow(data, False, max_pixels)
+    # The body of the file must be intact as well.
     info = structure.info
     body = _BODIES[info.format](data, structure.body)
     if problem := _find_excess(info, body.scans, max_pixels):
         return _bad(problem)
+    # The usual case: nothing has been decoded so far.
     if body.is_whole and info.kind == "direct":
         return info
     return _ask_pillow(data, body.is_whole, max_pixels)
@@ -119,7 +122,7 @@ def encode_png(image: Image.Image) -> bytes:
     The lowest compression level makes files 1.6 times smaller but takes twice as long to write and to decode.
     """
     png = io.BytesIO()
-    image.info.clear()  # for example the transparent color of another mode, which would make the PNG invalid
+    image.info.clear()  # for example the transparent colour of another mode, which would make the PNG invalid
     image.save(png, "PNG", compress_level=0)
     return png.getvalue()
 
@@ -136,6 +139,7 @@ def _decode(data: bytes) -> Image.Image:
 
 
 def _open(data: bytes) -> Image.Image:
+    # Only the formats above: a file must not choose its reader freely.
     return Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
 
 
@@ -179,6 +183,7 @@ def _parse_jpeg(data: bytes) -> _Structure | None:
 
     Returns None if there are other bytes between the segments, which DALI refuses.
     """
+    # Each segment consists of 0xFF, a marker, its length in two bytes, and its contents.
     info = None
     position = 2
     while data[position] == 0xFF:
@@ -205,7 +210,7 @@ def _jpeg_frame(data: bytes, marker: int, position: int) -> ImageInfo:
     height = data[position + 1] << 8 | data[position + 2]
     width = data[position + 3] << 8 | data[position + 4]
     components = data[position + 5]
-    # baseline, extended or progressive JPEG with Huffman coding, in color or gray
+    # baseline, extended or progressive JPEG with Huffman coding, in colour or grey
     is_usual = marker <= 0xC2 and bits == 8 and components in (1, 3)
     is_direct = is_usual and _size_is_sane(height, width)
     return ImageInfo("direct" if is_direct else "convert", "JPEG", height, width)
@@ -221,6 +226,7 @@ def _jpeg_body(data: bytes, body: int) -> _Body:
             return _Body(True, scans)
         if marker not in _JPEG_BETWEEN_SCANS:
             return _Body(False, scans)
+        # A start of scan: the compressed pixels follow its segment.
         scans += marker == 0xDA
         body += int.from_bytes(data[body : body + 2], "big")
     return _Body(False, scans)
@@ -231,12 +237,14 @@ def _parse_png(data: bytes) -> _Structure | None:
 
     DALI and Pillow decode alpha, palettes and interlacing to the same pixels, but not 16 bits per channel.
     """
+    # The first chunk, IHDR, has its fields at fixed positions.
     width = int.from_bytes(data[16:20], "big")
     height = int.from_bytes(data[20:24], "big")
     bits = data[24]
-    color_type = data[25]
+    colour_type = data[25]
     interlace = data[28]
-    is_usual = data[12:16] == b"IHDR" and bits <= 8 and color_type in _PNG_COLOR_TYPES and interlace <= 1
+    is_usual_type = bits <= 8 and colour_type in _PNG_COLOUR_TYPES and interlace <= 1
+    is_usual = data[12:16] == b"IHDR" and is_usual_type
     has_palette = False
     position = 33  # end of the IHDR chunk
     while (chunk := data[position + 4 : position + 8]) != b"IDAT":
@@ -247,8 +255,8 @@ def _parse_png(data: bytes) -> _Structure | None:
         length = int.from_bytes(data[position : position + 4], "big")
         position += 12 + length
         data[position]  # raises IndexError at the end of the data
-    # color type 3 takes its colors from a palette
-    is_usual = is_usual and (has_palette or color_type != 3)
+    # colour type 3 takes its colours from a palette
+    is_usual = is_usual and (has_palette or colour_type != 3)
     is_direct = is_usual and _size_is_sane(height, width)
     return _Structure(ImageInfo("direct" if is_direct else "convert", "PNG", height, width), position)
 
@@ -258,6 +266,7 @@ def _png_body(data: bytes, body: int) -> _Body:
 
     DALI refuses any wrong checksum; Pillow accepts some of them.
     """
+    # A memoryview avoids copying each chunk for its checksum.
     view = memoryview(data)
     position = len(_PNG_SIGNATURE)
     while position + 12 <= len(data):
@@ -272,6 +281,7 @@ def _png_body(data: bytes, body: int) -> _Body:
     return _Body(False)
 
 
+# How to check the rest of a file, by format.
 _BODIES = {"JPEG": _jpeg_body, "PNG": _png_body}
 
 

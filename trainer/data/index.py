@@ -65,6 +65,7 @@ class Index:
         metadata, columns = read_index(path)
         num_shards = None if shards is None else len(shards)
         check_contents(path, metadata, columns, num_shards)
+        # What an index of images always has; `check_contents` has verified it.
         self.split: str = metadata["split"]
         self.class_names: list[str] = metadata["class_names"]
         self.fingerprint: str = metadata["fingerprint"]
@@ -74,6 +75,7 @@ class Index:
         self._columns: Columns = columns
         self.root = root
         self.path = path
+        # Where the bytes are: in a folder, or in shards.
         self._folder = root / self.split
         self._shards = shards
         # Number of a shard -> its open file. The lock is held only to open another one.
@@ -107,6 +109,7 @@ class Index:
     def place(self, i: int) -> tuple[Path, int, int]:
         """Return (shard, offset in bytes, number of bytes) of image i; only if the images are in shards."""
         assert self._shards is not None
+        # The position is stored in blocks, which fits into 32 bits for shards up to 2 TiB.
         number = int(self._columns["shard"][i])
         offset = TAR_BLOCK * int(self._columns["block"][i])
         nbytes = int(self._columns["nbytes"][i])
@@ -122,8 +125,10 @@ class Index:
         except OSError as error:
             error.filename = error.filename or str(shard)  # pread does not set it
             raise
+        # A short read means that the shard was cut after it was indexed.
         if len(data) != nbytes:
-            raise OSError(f"{shard}: cut off: image {self.name(i)} has {len(data)} of {nbytes} bytes")
+            name = self.name(i)
+            raise OSError(f"{shard}: cut off: image {name} has {len(data)} of {nbytes} bytes")
         return data
 
     def _file_name(self, i: int) -> str:
@@ -145,6 +150,7 @@ class Index:
         if descriptor is None:
             with path.open("rb", buffering=0) as file:
                 return os.pread(file.fileno(), nbytes, offset)
+        # pread takes the offset as an argument, so threads that share the descriptor do not disturb each other.
         try:
             return os.pread(descriptor, nbytes, offset)
         except OSError:
@@ -174,6 +180,7 @@ def _read_file(folder: Path, name: str) -> bytes:
 
     Only a regular file is read: reading from a named pipe, for example, could block forever.
     """
+    # The name must not lead out of the folder.
     if not is_inside(name):
         raise OSError(f"{folder}: the index names a file outside of it: {printable(name)}")
     path = folder / name
@@ -182,6 +189,7 @@ def _read_file(folder: Path, name: str) -> bytes:
         if not stat.S_ISREG(mode):
             raise OSError(f"{path}: not a plain file any more")
         try:
+            # readall raises errors without the name of the file.
             return file.readall()
         except OSError as error:
             error.filename = str(path)
@@ -193,6 +201,7 @@ def _reopen(path: Path, descriptor: int) -> None:
 
     On NFS or FUSE an old descriptor may stay unusable after the fault is over. Raises OSError.
     """
+    # dup2 replaces the old descriptor atomically and keeps its number.
     fresh = os.open(path, os.O_RDONLY)
     try:
         os.dup2(fresh, descriptor, inheritable=False)
@@ -230,6 +239,7 @@ def open_index(
             return _open_folder(root, split, progress)
     except PermissionError as error:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    # Help the user: list what the folder contains.
     found = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
     contents = some_names(found) or "nothing"
     raise InputError(
@@ -249,13 +259,17 @@ def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max
     """Open tar shards by the index that `wmse prepare` wrote beside them, or else by an index in the cache."""
     prepared = root / f"{split}.index"
     # A prepared set may be read-only and needs no cache, unless its shards are compressed.
-    needs_cache = not prepared.exists() or any(shard.suffix == ".gz" for shard in packed)
+    is_compressed = any(shard.suffix == ".gz" for shard in packed)
+    needs_cache = is_compressed or not prepared.exists()
     cache = find_cache(root) if needs_cache else root
+    # Compressed shards are replaced by their uncompressed copies.
     shards = [uncompress_shard(shard, cache) for shard in packed]
     if prepared.exists():
         _check_shards(prepared, shards)
         return Index(prepared, root, shards)
+    # There is no prepared index: use the one in the cache, or build it.
     path = cache / f"{split}.index"
+    # Class names, sizes and modification times tell whether an index in the cache is still valid.
     class_names = read_class_names(root)
     mtimes = [shard.stat().st_mtime_ns for shard in shards]
 
@@ -265,6 +279,7 @@ def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max
         return same_shards and class_names in (None, metadata["class_names"]) and _follows_rules(metadata)
 
     if not _is_current(path, unchanged):
+        # Build the index anew and note which shards it describes.
         content, notes = build_shards(shards, split, class_names, progress, max_classes)
         content.metadata["mtimes"] = mtimes
         _keep(path, content, notes)
@@ -273,6 +288,7 @@ def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max
 
 def _check_shards(prepared: Path, shards: list[Path]) -> None:
     """Raise InputError if the shards are not those that the prepared index was built from."""
+    # Compare names and sizes in both directions: shards may be missing, changed or additional.
     expected = read_index(prepared)[0].get("shards", [])
     found = describe_shards(shards)
     for shard in [*expected, *found]:
@@ -284,6 +300,7 @@ def _check_shards(prepared: Path, shards: list[Path]) -> None:
 
 
 def _open_folder(root: Path, split: str, progress: bool) -> Index:
+    # A nested split such as a/b needs a file name without slashes.
     path = find_cache(root) / f"{split.replace('/', '_')}.index"
     if not _is_current(path, lambda metadata: _folder_unchanged(root, split, metadata)):
         _keep(path, *build_folder(root, split, progress))
@@ -316,6 +333,7 @@ def _is_current(path: Path, unchanged: Callable[[dict[str, Any]], bool]) -> bool
         metadata, _ = read_index(path)
         if unchanged(metadata):
             return True
+        # Rebuilding can take minutes, so say why it happens.
         _log.info("the files of %s changed: indexing them again", path)
     except InputError as error:
         _log.warning("%s", error)
@@ -328,6 +346,7 @@ def _keep(path: Path, content: IndexContent, notes: list[str]) -> None:
     write_index(path, content)
     for note in notes:
         _log.warning("%s", note)
+    # The list of skipped files lies next to the index.
     log_left_out(content, path.with_suffix(".bad.txt"))
     labels = content.columns["label"]
     split = content.metadata["split"]
@@ -336,6 +355,7 @@ def _keep(path: Path, content: IndexContent, notes: list[str]) -> None:
 
 def describe_labels(labels: npt.NDArray[np.integer[Any]]) -> str:
     """Summarise labels, (n,) with -1 for none, in a text for a log line: the number of classes and of images in each."""
+    # Images without a label are counted on their own.
     labelled = labels[labels >= 0]
     counts = np.unique(labelled, return_counts=True)[1]
     if not counts.size:

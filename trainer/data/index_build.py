@@ -39,6 +39,7 @@ class Listing(NamedTuple):
     notes: list[str]  # what looks unintended, with counts
 
 
+# Sorted names make the index the same on every file system.
 class _Entries(NamedTuple):
     """The names of a folder's entries except hidden ones; each list is sorted as text."""
 
@@ -48,6 +49,7 @@ class _Entries(NamedTuple):
 
 
 def _list_entries(folder: Path) -> _Entries:
+    """List a folder. A broken link leads to a file that does not exist, or to itself."""
     found = _Entries([], [], [])
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -69,6 +71,7 @@ def list_class_folders(folder: Path) -> list[str]:
 
 def find_class_names(root: Path, split: str) -> list[str]:
     """Return the class names by label: the folders of the training split or, if it has none, those of the split itself."""
+    # All splits take their labels from the training split, so that a class has the same label everywhere.
     train = root / "train"
     names = []
     if split != WHOLE_FOLDER and train.is_dir():
@@ -83,11 +86,14 @@ def list_folder(root: Path, split: str, classes: Sequence[str] | None = None) ->
     expected layout if there are no files.
     """
     folder = root / split
+    # Labels follow the class list if there is one, otherwise the folders of the training split.
     class_names = find_class_names(root, split) if classes is None else list(classes)
     entries = _list_entries(folder)
     if classes is not None:
         entries = _keep_classes(entries, folder, classes)
+    # The folder itself belongs to the listing: its modification time changes when a class is added.
     listing = Listing([], [], class_names, [("", folder.stat().st_mtime_ns)], [])
+    # Without class folders, every file below the split is an image without a label.
     if set(entries.folders).isdisjoint(class_names):
         _add_unlabelled(listing, folder, entries)
     else:
@@ -144,6 +150,7 @@ def build_folder(
     names = [file_name(listing.class_names, label, name) for label, name in labelled_names]
     paths = (os.path.join(root, split, name) for name in names)
     with ThreadPool(READ_THREADS) as pool:
+        # imap keeps the order of the names.
         found = pool.imap(_inspect_file, paths, chunksize=256)
         verdicts = list(with_progress(found, len(names), f"index {split}", progress))
     metadata = {
@@ -151,6 +158,7 @@ def build_folder(
         "class_names": listing.class_names,
         "folders": listing.folders,
     }
+    # The verdicts add the other columns.
     columns = {"label": np.array(listing.labels, "<i4")}
     return assemble_content(columns, listing.names, verdicts, metadata, names), listing.notes
 
@@ -168,6 +176,7 @@ def inspect_stored(descriptor: int, offset: int, nbytes: int) -> ImageInfo:
     if nbytes >= TOO_LARGE_BYTES:
         return ImageInfo("bad", "", 0, 0, TOO_LARGE)
     if nbytes > HEAD_BYTES:
+        # The head is enough for most photographs.
         info = inspect_head(os.pread(descriptor, HEAD_BYTES, offset))
         if info is not None:
             return info
@@ -191,14 +200,19 @@ def assemble_content(
     columns, names, verdicts, display_names: one entry for each file; display_names are for messages. Raises InputError if no
     image remains.
     """
+    # One flag for each file: keep it or not.
     kept = np.array([info.kind != "bad" for _, info in verdicts], bool)
     bad = []
     for name, (_, info) in zip(display_names, verdicts, strict=True):
         if info.kind == "bad":
             bad.append((printable(name), info.problem))
     if not kept.any():
-        first = f"; {bad[0][0]}: {bad[0][1]}" if bad else ""
-        raise InputError(f"split {metadata['split']}: no image among {len(names)} files{first}; {LAYOUT}")
+        split = metadata["split"]
+        first = ""
+        if bad:
+            name, problem = bad[0]
+            first = f"; {name}: {problem}"
+        raise InputError(f"split {split}: no image among {len(names)} files{first}; {LAYOUT}")
     # Keep the rows of the images, and add the columns that the verdicts fill.
     images = [(nbytes, info) for nbytes, info in verdicts if info.kind != "bad"]
     columns = {name: array[kept] for name, array in columns.items()}
@@ -214,13 +228,14 @@ def log_left_out(content: IndexContent, bad_list: Path) -> None:
     """Log how many files were skipped and name the first three; `bad_list` is the file that lists all of them."""
     if not content.bad:
         return
-    first = "; ".join(f"{name}: {problem}" for name, problem in content.bad[:3])
+    num_files = len(content.bad) + len(content.names)
+    examples = "; ".join(f"{name}: {problem}" for name, problem in content.bad[:3])
     _log.warning(
         "split %s: skipped %d of %d files that are not usable images: %s; %s lists all of them",
         content.metadata["split"],
         len(content.bad),
-        len(content.bad) + len(content.names),
-        first,
+        num_files,
+        examples,
         bad_list,
     )
 
@@ -236,6 +251,7 @@ def _list_files(folder: Path, below_folder: str, folders: list[tuple[str, int]])
     while pending:
         below = pending.pop()
         path = folder / below_folder / below
+        # A folder is identified by device and inode, whatever its path.
         status = os.stat(path)
         identity = (status.st_dev, status.st_ino)
         if identity in visited:
@@ -243,6 +259,7 @@ def _list_files(folder: Path, below_folder: str, folders: list[tuple[str, int]])
         visited.add(identity)
         folders.append((os.path.join(below_folder, below), status.st_mtime_ns))
         entries = _list_entries(path)
+        # Folders inside a class folder belong to the same class.
         pending += [os.path.join(below, name) for name in entries.folders]
         found += [os.path.join(below, name) for name in entries.files]
         # A broken link is listed like a file; reading it fails and reports it.
@@ -255,11 +272,13 @@ def _inspect_file(path: str) -> Verdict:
     try:
         with open(path, "rb", buffering=0, opener=open_without_waiting) as file:
             status = os.fstat(file.fileno())
+            # Reading from a pipe or device could block or never end.
             if not stat.S_ISREG(status.st_mode):
                 return 0, ImageInfo("bad", "", 0, 0, "a pipe, socket or device")
             nbytes = status.st_size
             return nbytes, inspect_stored(file.fileno(), 0, nbytes)
     except OSError as error:
+        # A fault of the machine, such as too many open files, must not mark the image as bad.
         refuse_machine_fault(error)
         return 0, ImageInfo("bad", "", 0, 0, f"cannot be read: {error.strerror}")
 
@@ -268,22 +287,25 @@ def _note_unlabelled(folder: Path, entries: _Entries, class_names: list[str], co
     """Say why the files of a folder get no labels."""
     if not entries.folders:
         return [f"{folder}: has no class folders: its {count} files are used without labels"]
+    found = some_names(entries.folders)
+    expected = some_names(class_names)
     return [
-        f"{folder}: none of its {len(entries.folders)} folders ({some_names(entries.folders)}) is a class of the training "
-        f"split ({some_names(class_names)}): its {count} files are used without labels; for labels, sort them into "
-        "folders with those names"
+        f"{folder}: none of its {len(entries.folders)} folders ({found}) is a class of the training split ({expected}): its "
+        f"{count} files are used without labels; for labels, sort them into folders with those names"
     ]
 
 
 def _note_oddities(folder: Path, entries: _Entries, class_names: list[str]) -> list[str]:
     """Describe what looks unintended in a folder of class folders."""
     notes = []
+    # Folders of this split without a class, and classes without a folder in this split.
     if extra := sorted(set(entries.folders) - set(class_names)):
         notes.append(
             f"{folder}: {len(extra)} folders are not classes of the training split and are skipped ({some_names(extra)})"
         )
     if missing := sorted(set(class_names) - set(entries.folders)):
         notes.append(f"{folder}: {len(missing)} classes of the training split have no folder ({some_names(missing)})")
+    # Files and links that lie where only class folders are expected.
     if loose := entries.files:
         notes.append(
             f"{folder}: {len(loose)} files next to the class folders are skipped ({some_names(loose)}); {LAYOUT}"

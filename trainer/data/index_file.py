@@ -34,6 +34,7 @@ import numpy.typing as npt
 from trainer.errors import InputError
 from trainer.files import atomic_write
 
+# The first bytes identify the file; the version changes with the layout.
 MAGIC = b"WMSEINDX"
 VERSION = 1
 COLUMN_DTYPES = {"label": "<i4", "height": "<i4", "width": "<i4", "nbytes": "<u4", "kind": "u1", "name_end": "<u4"}
@@ -59,19 +60,26 @@ class IndexContent:
 
 def write_index(path: Path, content: IndexContent) -> None:
     """Write the index atomically, and SPLIT.bad.txt next to it if files were skipped. Raises InputError for too long names."""
+    # File names may contain bytes that are not UTF-8; surrogateescape preserves them.
     encoded = [name.encode("utf-8", "surrogateescape") for name in content.names]
     columns = dict(content.columns)
+    # Sum in 64 bits first, to detect an overflow of the 32 bits in the file.
     columns["name_end"] = np.cumsum([len(name) for name in encoded], dtype=np.uint64)
     if len(encoded) and columns["name_end"][-1] >= 2**32:
         raise InputError(f"{path}: the names of {len(encoded)} images take more than 4 GiB; use shorter names")
     columns["name_end"] = columns["name_end"].astype("<u4")
     columns["names"] = np.frombuffer(b"".join(encoded), np.uint8)
+    # The metadata must be complete before it is written, because the arrays follow it.
     metadata = {**content.metadata, "count": len(encoded)}
     metadata["fingerprint"] = compute_fingerprint(columns, metadata["class_names"])
-    metadata["columns"] = [[name, array.dtype.str, len(array)] for name, array in columns.items()]
+    metadata["columns"] = []
+    for name, array in columns.items():
+        metadata["columns"].append([name, array.dtype.str, len(array)])
+    # ASCII, because class names need not be valid UTF-8.
     header = json.dumps(metadata, ensure_ascii=True).encode()
     with atomic_write(path) as file:
         file.write(_HEADER.pack(MAGIC, VERSION, len(header)) + header)
+        # Align each array, so that it can be mapped as numbers.
         for array in columns.values():
             file.write(bytes(-file.tell() % _ALIGNMENT))
             file.write(array.tobytes())
@@ -83,7 +91,9 @@ def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
     try:
         size = path.stat().st_size
         metadata, header_bytes = _read_header(path)
-        layout = [(name, np.dtype(dtype), int(count)) for name, dtype, count in metadata["columns"]]
+        layout = []
+        for name, dtype, count in metadata["columns"]:
+            layout.append((name, np.dtype(dtype), int(count)))
         # An array of objects would hold memory addresses.
         if any(dtype.hasobject or count < 0 for _, dtype, count in layout):
             raise ValueError("not plain numbers")
@@ -91,8 +101,10 @@ def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
         raise
     except (struct.error, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(_unusable(path, "its header is cut off or damaged")) from error
+    # The lengths in the header determine where each array lies.
     spans = list(_array_spans(header_bytes, layout))
     expected = spans[-1][1] if spans else 0
+    # The end of the last array must be the end of the file.
     if size != expected:
         raise InputError(_unusable(path, f"it has {size} bytes of {expected}"))
     # The columns are views of the mapped file: the system reads a page when it is first used.
@@ -124,10 +136,12 @@ def check_contents(path: Path, metadata: dict[str, Any], columns: Columns, num_s
         raise InputError(_unusable(path, f"{problem} can't be right"))
 
 
+# An index that was tampered with must not lead to a crash or to files outside of the data set.
 def _find_problem(metadata: dict[str, Any], columns: Columns, num_shards: int | None) -> str:
     """Return what can't be right in an index, or an empty text. Each check relies on those before it."""
     split = metadata.get("split")
-    if not isinstance(split, str) or not is_inside(split) or not isinstance(metadata.get("fingerprint"), str):
+    has_fingerprint = isinstance(metadata.get("fingerprint"), str)
+    if not isinstance(split, str) or not is_inside(split) or not has_fingerprint:
         return "its split or fingerprint"
     class_names = metadata.get("class_names")
     if not isinstance(class_names, list) or not all(isinstance(name, str) for name in class_names):
@@ -135,6 +149,7 @@ def _find_problem(metadata: dict[str, Any], columns: Columns, num_shards: int | 
     dtypes = COLUMN_DTYPES if num_shards is None else COLUMN_DTYPES | SHARD_COLUMN_DTYPES
     labels = columns.get("label")
     lengths = {len(columns.get(name, ())) for name in dtypes}
+    # All columns must exist and have the same length, at least 1.
     if labels is None or lengths != {len(labels)} or not len(labels):
         return "the lengths of its columns"
     if any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
@@ -143,19 +158,22 @@ def _find_problem(metadata: dict[str, Any], columns: Columns, num_shards: int | 
         return "a label, which is not the number of a class,"
     if num_shards is not None and columns["shard"].max() >= num_shards:
         return "the number of a shard"
-    if min(columns["height"].min(), columns["width"].min()) < 1:
+    smallest = min(columns["height"].min(), columns["width"].min())
+    if smallest < 1:
         return "the size of an image"
     return ""
 
 
 def is_inside(name: str) -> bool:
     """Return whether a relative path stays inside its folder."""
-    return bool(name) and not name.startswith("/") and ".." not in name.split("/")
+    parts = name.split("/")
+    return bool(name) and not name.startswith("/") and ".." not in parts
 
 
 def compute_fingerprint(columns: Columns, class_names: list[str]) -> str:
     """Return a hash of all columns and the class names; it is equal only for the same images, order and labels."""
     digest = hashlib.blake2b(json.dumps(class_names).encode(), digest_size=16)
+    # The order of the columns in the file does not matter.
     for name in sorted(columns):
         column = columns[name]
         digest.update(f"\n{name} {len(column)}\n".encode())
@@ -165,6 +183,7 @@ def compute_fingerprint(columns: Columns, class_names: list[str]) -> str:
 
 def _array_spans(position: int, layout: list[tuple[str, np.dtype[Any], int]]) -> Iterator[tuple[int, int]]:
     """Yield first byte and end of each array, the header ending at `position`."""
+    # Each array starts at the next multiple of the alignment.
     for _, dtype, count in layout:
         start = position + -position % _ALIGNMENT
         position = start + dtype.itemsize * count

@@ -85,6 +85,7 @@ def largest_sides(index: Index, max_pixels: int, batch_size: int) -> tuple[int, 
     """
     heights = np.asarray(index.heights, np.int64)
     widths = np.asarray(index.widths, np.int64)
+    # Images beyond the limit are skipped and never decoded.
     usable = heights * widths <= max_pixels
     longest = math.isqrt(RESERVED_BYTES // (3 * batch_size))
     width = int(widths[usable].max(initial=1))
@@ -162,6 +163,7 @@ class ViewLoader:
         self.first_step = first_step
         self.end_step = end_step
         self.batch_size = batch_size
+        # A resumed run must replace the same images by the same ones as before.
         known = read_quarantine(quarantine, first_step) if quarantine else {}
         self.bad = BadImages(index, config.max_skipped_share, known, quarantine, rank)
         self._reader = ImageReader(index, config.max_image_pixels)
@@ -174,6 +176,7 @@ class ViewLoader:
         self._held: deque[tuple[Any, torch.cuda.Event]] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
+        # Reading waits for the disk, so there are many readers. One thread prepares the steps in order.
         self._readers = ThreadPoolExecutor(self._num_readers, "read")
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._source_error: Exception | None = None
@@ -184,11 +187,13 @@ class ViewLoader:
                 # The views change their size in this step.
                 if step == self._stop_step:
                     self._start(step)
+                # DALI prepares the next batches while the caller uses this one.
                 outputs, prepared = self._run(step)
                 views = self._collect(outputs, len(prepared.image_ids))
                 wait_seconds = time.perf_counter() - began
                 yield Batch(step, views, prepared.image_ids, wait_seconds)
         finally:
+            # End the threads before the pipeline, and cancel what they have not begun.
             for pool in (self._preparer, self._readers):
                 pool.shutdown(wait=True, cancel_futures=True)
             self._release_outputs(0)
@@ -206,11 +211,13 @@ class ViewLoader:
         self._stop_step = min([self.end_step, *later_changes])
         recipe = replace(self.recipe, size=size)
         # One buffer is enough: on a GPU the copy of a batch is queued on the stream that still uses the batch before it.
+        # view-major: view 0 of all images, then view 1, ...
         shape = (recipe.num_views * self.batch_size, size, size, 3)
         self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()  # steps being prepared
         self._fed: deque[Prepared] = deque()  # steps given to DALI whose outputs have not been taken
+        # With a cache the readers decode the images, and DALI gets pixels.
         decoded = self._cache is not None
         self._pipe = view_pipeline(recipe, self.batch_size, self._place, self._source, decoded=decoded)
 
@@ -225,6 +232,7 @@ class ViewLoader:
         try:
             prepared = self._coming.popleft().result()
         except Exception as error:
+            # DALI raises this error again from run(); remember it to recognise it there.
             self._source_error = error
             raise
         self._fed.append(prepared)
@@ -245,6 +253,7 @@ class ViewLoader:
                     raise
                 if not self._find_refused() and not self._refuse_batch(step, error):
                     raise RuntimeError(f"DALI failed in step {step}, though every image decodes: {error}") from error
+                # Start again with a new pipeline, because a failed one can't be used any more.
                 for future in self._coming:
                     future.cancel()
                 self._start(step)
@@ -254,12 +263,14 @@ class ViewLoader:
 
         Refused images are converted or replaced from now on.
         """
-        if self._cache is not None:  # DALI was given pixels
+        # With a cache, DALI was given pixels that are decoded already.
+        if self._cache is not None:
             return False
         given = []
         for prepared in self._fed:
             for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True):
                 given.append((prepared.step, int(image_id), data))
+        # Decoding takes time, so all reader threads help.
         refused = list(self._readers.map(lambda item: self._is_refused(*item), given))
         return any(refused)
 
@@ -268,7 +279,10 @@ class ViewLoader:
 
         Returns False if that was done already, or if DALI was given pixels or nothing.
         """
-        ids = set(self._fed[0].image_ids.tolist()) if self._fed else set()
+        # The batch that failed is the oldest one that was given to DALI.
+        ids: set[int] = set()
+        if self._fed:
+            ids.update(self._fed[0].image_ids.tolist())
         if self._cache is not None or ids <= self._reader.refused_by_dali:
             return False
         _log.warning(
@@ -295,11 +309,17 @@ class ViewLoader:
     def _prepare(self, step: int) -> Prepared:
         """Read the images of a step, with many threads, and compute the graph's inputs."""
         request = self.requests(step)
+        # The share of skipped images is taken over all images read.
         self.bad.images_read += len(request.image_ids)
-        usable = list(self._readers.map(partial(self._usable, step), request.image_ids.tolist()))
+        # Each reader takes one image at a time; map keeps their order.
+        load = partial(self._usable, step)
+        usable = list(self._readers.map(load, request.image_ids.tolist()))
+        # The arrays depend on the sizes of the images that are really shown.
         ids = np.array([image_id for image_id, _ in usable], dtype=np.int64)
         images = [data for _, data in usable]
-        arrays = request.arrays(self.index.heights[ids], self.index.widths[ids])
+        heights = self.index.heights[ids]
+        widths = self.index.widths[ids]
+        arrays = request.arrays(heights, widths)
         return Prepared(step, ids, [images, *arrays])
 
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
@@ -308,6 +328,7 @@ class ViewLoader:
         Images that can't be used are skipped and recorded. Raises InputError if no image of the data set can be used.
         """
         for offset in range(len(self.index)):
+            # The next image of the data set replaces a skipped one; the last is followed by the first.
             candidate = (image_id + offset) % len(self.index)
             if candidate not in self.bad.ids:
                 data, problem = self._load(candidate)
@@ -319,9 +340,11 @@ class ViewLoader:
     def _load(self, image_id: int) -> tuple[NDArray[np.uint8], str | None]:
         """Return (bytes or, with a cache, pixels; None), or (nothing of use, what is wrong with the image)."""
         if self._cache is not None:
+            # Another rank of the node may have decoded the image.
             pixels = self._cache.get(image_id)
             if pixels is not None:
                 return pixels, None
+        # Not in the cache: read the file and, with a cache, decode it once for all ranks of the node.
         data, problem = self._reader.read(image_id)
         if problem is None and self._cache is not None:
             try:
@@ -333,10 +356,12 @@ class ViewLoader:
     def _collect(self, outputs: Any, count: int) -> torch.Tensor:
         """Copy DALI's outputs, one for each view, into one view-major tensor. The pixels are copied nowhere else."""
         buffer = self._buffer[: self.recipe.num_views * count]
+        # from_dlpack shares memory with DALI, so copy_ copies the pixels only once.
         for view, output in enumerate(outputs):
             pixels = torch.from_dlpack(output.as_tensor())
             buffer[view * count : (view + 1) * count].copy_(pixels)
         if self._device.type == "cuda":
+            # The copy runs asynchronously. DALI must not overwrite its output before this event.
             copied = torch.cuda.Event(blocking=True)
             copied.record(torch.cuda.current_stream(self._device))
             self._held.append((outputs, copied))
@@ -358,6 +383,7 @@ def _placement(index: Index, config: DataConfig, batch_size: int, device: torch.
     """Return the device and the resources of DALI on this rank."""
     on_gpu = device.type == "cuda"
     hint = config.decoder_hint
+    # The settings give no hint: derive it from the sizes in the index.
     if on_gpu and not all(hint):
         hint = largest_sides(index, config.max_image_pixels, batch_size)
     return Placement(

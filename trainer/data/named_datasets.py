@@ -16,6 +16,7 @@ from trainer.errors import InputError
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # from the package dataset-fashion-mnist
 
+# Images or labels as bytes.
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -63,6 +64,7 @@ def load_split(name: str, split: str, download_dir: Path) -> ArraySplit:
 
 
 def _fashion_mnist(split: str, download_dir: Path) -> ArraySplit:
+    # torchvision has the class names, the files have not.
     class_names = list(torchvision.datasets.FashionMNIST.classes)
     # Use the files of the Debian package if they are installed: no download is needed then.
     if DEBIAN_FASHION_MNIST.is_dir():
@@ -100,6 +102,7 @@ def _stl10(split: str, download_dir: Path) -> ArraySplit:
     return ArraySplit(images, found.labels.astype("i4"), list(found.classes))
 
 
+# Name on the command line -> splits and loader.
 SETS = {
     "fashion-mnist": KnownSet(("train", "test"), _fashion_mnist),
     "cifar10": KnownSet(("train", "test"), _cifar10),

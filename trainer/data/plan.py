@@ -71,6 +71,7 @@ class Planner:
 
     def plan(self, step: int) -> Plan:
         """Return the choices for this rank's images in `step`, counted from 0 over the whole run."""
+        # Each epoch has a new order; the ranks divide each step of it among them.
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         first = step_of_epoch * self.images_per_step + self.images.first
         image_ids = self._order(epoch)[first : first + self.images.count]
@@ -78,6 +79,7 @@ class Planner:
         return Plan(step, epoch, image_ids, *views)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
+        # Steps come in order, so only the order of one epoch is needed at a time.
         if self._order_of is None or self._order_of[0] != epoch:
             self._order_of = epoch, epoch_order(self.seed, epoch, self.num_images)
         return self._order_of[1]
@@ -95,6 +97,7 @@ def slice_permutations(seed: int, step: int, num_images: int, iterations: int, b
     The first order is the identity, because the order of the epoch is random already. Each later one permutes the images inside
     blocks of `block` images, so that no slice spans two blocks and the slices do not depend on the number of ranks.
     """
+    # One row of image numbers, (1, num_images).
     identity = np.arange(num_images, dtype=np.int64)[None]
     if iterations == 1:
         return identity
@@ -113,7 +116,9 @@ def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: ImageRange) -> t
     first_block = rows.first * d * _WORDS // _BLOCK
     words = _raw(seed, _VIEWS, step, first_block, rows.count * d * _WORDS)
     # The upper 53 bits of a word give a uniform in [0, 1).
-    u = (words >> np.uint64(11)).astype(np.float64).reshape(rows.count, d, _WORDS) * 2.0**-53
+    upper_bits = (words >> np.uint64(11)).astype(np.float64)
+    u = upper_bits.reshape(rows.count, d, _WORDS) * 2.0**-53
+    # Each choice has its fixed words, so that a change of one probability does not change the other choices.
     tries = u[..., :20].reshape(rows.count, d, 2, _TRIES)
     corner = u[..., 20:22]
     flip = u[..., 22]
@@ -126,7 +131,8 @@ def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: ImageRange) -> t
 
     # Factors of brightness, contrast and saturation lie around 1 but not below 0, the shift of the hue lies around 0.
     strength = np.array([recipe.brightness, recipe.contrast, recipe.saturation])
-    low = np.array([*np.maximum(0, 1 - strength), -recipe.hue])
+    lowest_strength = np.maximum(0, 1 - strength)
+    low = np.array([*lowest_strength, -recipe.hue])
     high = np.array([*(1 + strength), recipe.hue])
     lowest_sigma, highest_sigma = recipe.blur_sigma
     sigma = lowest_sigma + (highest_sigma - lowest_sigma) * blur_scale
@@ -164,7 +170,8 @@ def crop_windows(
     area_share = smallest_share + (largest_share - smallest_share) * plan.crop_tries[:, :, 0]
     area = image_height * image_width * area_share
     log_ratio_low, log_ratio_high = np.log(recipe.crop_ratio)
-    ratio = np.exp(log_ratio_low + (log_ratio_high - log_ratio_low) * plan.crop_tries[:, :, 1])
+    log_ratio = log_ratio_low + (log_ratio_high - log_ratio_low) * plan.crop_tries[:, :, 1]
+    ratio = np.exp(log_ratio)
     width = np.rint(np.sqrt(area * ratio))
     height = np.rint(np.sqrt(area / ratio))
 
@@ -177,19 +184,26 @@ def crop_windows(
     # Draw its position uniformly among all positions inside the image.
     image_height = image_height[..., 0]
     image_width = image_width[..., 0]
-    positions = np.stack([image_height - crop_height + 1, image_width - crop_width + 1], -1)
-    corner = np.floor(plan.crop_corner * positions)
-    drawn = np.stack([corner[..., 0], corner[..., 1], crop_height, crop_width], axis=-1)
+    rows = image_height - crop_height + 1
+    columns = image_width - crop_width + 1
+    corner = np.floor(plan.crop_corner * np.stack([rows, columns], -1))
+    top = corner[..., 0]
+    left = corner[..., 1]
+    drawn = np.stack([top, left, crop_height, crop_width], axis=-1)
     fallback = _centre(image_height, image_width, recipe.crop_ratio)
-    windows = np.where(fits.any(-1)[..., None], drawn, fallback)
+    any_fits = fits.any(-1)[..., None]
+    windows = np.where(any_fits, drawn, fallback)
     return windows.astype(np.int64)
 
 
 def _centre(height: NDArray, width: NDArray, ratio: tuple[float, float]) -> NDArray[np.float64]:
     """Return the largest centred window with an allowed aspect ratio, (N, 1, 4), in images of the given sizes (N, 1)."""
     lowest_ratio, highest_ratio = ratio
-    crop_height = np.minimum(height, np.maximum(np.rint(width / lowest_ratio), 1))
-    crop_width = np.minimum(width, np.maximum(np.rint(height * highest_ratio), 1))
+    # The ratio is width / height: a narrow image limits the height of the window, a low one its width.
+    highest = np.maximum(np.rint(width / lowest_ratio), 1)
+    widest = np.maximum(np.rint(height * highest_ratio), 1)
+    crop_height = np.minimum(height, highest)
+    crop_width = np.minimum(width, widest)
     top = (height - crop_height) // 2
     left = (width - crop_width) // 2
     return np.stack([top, left, crop_height, crop_width], axis=-1)
@@ -200,5 +214,6 @@ def _raw(seed: int, stream: int, position: int, first_block: int, count: int) ->
 
     first_block: number of the first block of four words.
     """
+    # Key and counter determine the words, so no words have to be skipped to get there.
     generator = np.random.Philox(key=[seed, stream], counter=[first_block, position, 0, 0])
     return generator.random_raw(count)

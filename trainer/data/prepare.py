@@ -30,6 +30,7 @@ from trainer.data.tar_shards import SHARD_NAME, list_shards
 from trainer.errors import InputError
 from trainer.files import write_text
 
+# Folder for temporary indices of the source.
 SOURCE_INDEX = "source_index"
 _COMPLETE = ".complete"  # suffix of the file that records the settings of a complete split
 
@@ -60,20 +61,24 @@ def prepare(
     Raises InputError before anything is written if the sizes, splits or folders are wrong.
     """
     dest = dest.expanduser().absolute()
+    # Check everything that can be wrong before anything is written.
     _check_arguments(source, dest, images_per_shard, shrink, classes)
     max_images = max_images or {}
     splits = _choose_splits(source, splits, max_images)
     download_to = download_dir or user_cache() / "downloads"
     with _partial_folder(dest) as partial:
+        # Open all splits first, because their class names must agree.
         sources = {split: _open_source(source, split, partial, download_to, classes, progress) for split in splits}
         names_by_split = {split: images.class_names for split, (images, _) in sources.items()}
         class_names = _common_classes(source, names_by_split)
         counts = {}
+        # Write one split after the other; an interruption loses only the current one.
         for split, (images, bad) in sources.items():
             limit = min(max_images.get(split, len(images)), len(images))
             # A split is complete only if it was written with the same settings.
             settings = json.dumps([_identity(images), class_names, limit, images_per_shard, shrink])
             if not _is_complete(partial, split, settings):
+                # Shards, index and mark are written in this order: a split without the mark is written again.
                 content = write_shards(
                     images,
                     partial,
@@ -90,6 +95,7 @@ def prepare(
                 write_text(partial / f"{split}{_COMPLETE}", settings)
             index = Index(partial / f"{split}.index", partial, list_shards(partial, split))
             counts[split] = len(index)
+        # dataset.json holds the class names for programs that read the shards without the index.
         description = {"source": Path(source).name, "images": counts, "class_names": class_names}
         if shrink is not None:
             description |= shrink._asdict()
@@ -135,8 +141,10 @@ def _partial_folder(dest: Path) -> Iterator[Path]:
     """
     partial = dest.with_name(f".{dest.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
+    # A lock file keeps two processes from writing the same data set.
     with (partial / ".lock").open("wb") as lock:
         try:
+            # The system releases the lock when the process ends, however it ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(
@@ -145,6 +153,7 @@ def _partial_folder(dest: Path) -> Iterator[Path]:
         try:
             yield partial
         except BaseException:
+            # Keep what took long to write.
             if any(partial.glob(f"*{_COMPLETE}")):
                 _log.warning("the complete splits stay in %s: the same command continues with them", partial)
             else:
@@ -183,6 +192,7 @@ def _list_splits(source: str) -> list[str]:
     root = Path(source).expanduser()
     if not root.is_dir():
         raise InputError(f"{source}: neither a folder nor a known set ({', '.join(SETS)}); {LAYOUT}")
+    # Tell the user about tar shards instead of complaining about missing class folders.
     if any(SHARD_NAME.fullmatch(path.name) for path in root.iterdir()):
         raise InputError(f"{root}: holds tar shards, which can be trained on as they are; prepare takes image folders")
     if not (splits := list_class_folders(root)):
@@ -200,12 +210,14 @@ def _open_source(
 ) -> tuple[Index | ArraySplit, list[tuple[str, str]]]:
     """Open a split; return its images, and (name, problem) of each file that can't be used."""
     if source in SETS:
+        # A published data set is loaded as arrays and has no bad files.
         download_dir.mkdir(parents=True, exist_ok=True)
         return load_split(source, split, download_dir), []
     root = Path(source).expanduser()
     listed = None
     if classes is not None:
         listed = read_class_list(classes, find_class_names(root, split))
+    # Inspect all files of the split and skip those that are not images.
     content, notes = build_folder(root, split, progress, listed)
     for note in notes:
         _log.warning("%s", note)
@@ -225,6 +237,7 @@ def _common_classes(source: str, names_by_split: dict[str, list[str]]) -> list[s
     if not with_classes:
         return []
     class_names = with_classes[0]
+    # Labels are numbers of classes, so all splits must count the same classes.
     if any(names != class_names for names in with_classes):
         splits = ", ".join(names_by_split)
         raise InputError(

@@ -52,19 +52,24 @@ class BadImages:
 
     def __post_init__(self) -> None:
         # An entry counts only if the index still has an image of that name under that number.
-        count = len(self.index)
-        self.ids = {i for i, name in self.known.items() if i < count and self.index.name(i) == name}
+        self.ids = {i for i, name in self.known.items() if self._is_in_index(i, name)}
         stale = len(self.known) - len(self.ids)
         if stale > 0:
             _log.warning("%s: ignored %d entries that do not match this set", self.quarantine, stale)
+        # The loader counts the images that it asks for.
         self.images_read = 0
         self._num_known = len(self.ids)
         self._lock = threading.Lock()  # two readers may find the same image, one of them as a replacement
         self._check_share(f"all named in {self.quarantine}")
 
+    def _is_in_index(self, image_id: int, name: str) -> bool:
+        return image_id < len(self.index) and self.index.name(image_id) == name
+
     def add(self, image_id: int, problem: str, step: int) -> None:
         """Log and record a skipped image, once. Raises InputError if too many images are skipped."""
+        # Only the first reader that finds the image continues.
         with self._lock:
+            # Another reader may have found it first.
             if image_id in self.ids:
                 return
             self.ids.add(image_id)
@@ -72,8 +77,15 @@ class BadImages:
         name = self.index.name(image_id)
         problem = printable(problem)
         _log.warning("skipped %s: %s; the next image of the set replaces it", printable(name), problem)
+        # Record it for a resumed run.
         if self.quarantine is not None:
-            entry = {"step": step, "id": image_id, "image": name, "problem": problem, "rank": self.rank}
+            entry = {
+                "step": step,
+                "id": image_id,
+                "image": name,
+                "problem": problem,
+                "rank": self.rank,
+            }
             _append(self.quarantine, entry)
         self._check_share(f"the last {name}: {problem}")
 
@@ -119,6 +131,7 @@ def _entries_before(path: Path, first_step: int) -> list[dict[str, Any]]:
     """Return the entries in the file's order; if several are about the same image, only the first."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     entries: dict[int, dict[str, Any]] = {}
+    # A torn line, or one that a user edited, must not stop a run.
     for number, line in enumerate(lines, 1):
         entry = _parse(line)
         if entry is None:
@@ -131,6 +144,7 @@ def _entries_before(path: Path, first_step: int) -> list[dict[str, Any]]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the entry of a line, or None if the line is torn or not an entry."""
     try:
+        # JSON of the wrong shape raises one of the errors below.
         entry = json.loads(line)
         numbers = [entry["step"], entry["id"]]
         texts = [entry["image"], entry["problem"]]
@@ -152,6 +166,7 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
     written is logged and does not stop the run.
     """
     try:
+        # O_APPEND makes the system write at the end of the file, whoever wrote last.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, _line(entry).encode())

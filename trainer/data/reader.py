@@ -60,8 +60,10 @@ class ImageReader:
         try:
             data = self._read_stored(image_id)
         except OSError as error:
+            # If the machine is at fault, no image may be blamed.
             refuse_machine_fault(error)
             return b"", str(error)
+        # Bytes that are not an image must not reach DALI.
         info = inspect_image(data, self.max_pixels)
         if info.kind == "bad":
             return b"", info.problem
@@ -81,11 +83,13 @@ class ImageReader:
         """Return (name, seconds) of each image that is being read now, longest first. Any thread may call this."""
         now = time.monotonic()
         # copy() is atomic, so no other thread can change the dictionary while it is copied.
+        # The oldest read comes first.
         reading = sorted(self._reading.copy().values(), key=lambda item: item[1])
         return [(self.index.name(image_id), now - since) for image_id, since in reading]
 
     def _read_stored(self, image_id: int) -> bytes:
         """Read the image's bytes; `waiting_for` shows the image in the meantime."""
+        # Note what this thread reads and since when.
         thread = threading.get_ident()
         self._reading[thread] = image_id, time.monotonic()
         try:
@@ -96,10 +100,12 @@ class ImageReader:
     def _read_with_retries(self, image_id: int) -> bytes:
         """Read the image's bytes, and try again after a temporary fault. Raises OSError if no try succeeds."""
         failed: OSError | None = None
+        # The last try has no pause after it.
         for pause in (*RETRY_PAUSES, None):
             try:
                 data = self.index.read(image_id)
             except OSError as error:
+                # Retrying does not help against a missing file or missing rights.
                 if error.errno not in TEMPORARY_FAULTS:
                     raise
                 failed = error

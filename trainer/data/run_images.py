@@ -34,10 +34,13 @@ def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None
     job = str(os.getpid())
     if ranks.world_size > 1:
         job = job_key() or os.environ.get("MASTER_PORT", "")
+    # The name holds user, images and job, so that different runs never share a file by accident.
     path = SHARED_MEMORY / f"wmse_{os.getuid()}_{index.fingerprint}_{job}"
     try:
+        # The first rank of each node creates the file; the others open it afterwards.
         cache = one_rank_a_node_first(ranks, lambda: DecodeCache(index, path, create=ranks.local_rank == 0))
         if ranks.world_size > 1:
+            # Wait until all ranks have opened the file.
             dist.barrier()
     finally:
         # Unlink the file even if a rank failed, so that the system frees the memory when the processes end.
@@ -56,6 +59,7 @@ def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> 
     kept = run_dir / "images.index"
     is_resumed = kept.exists() and list_checkpoints(run_dir / "checkpoints")
     if is_resumed and not config.allow_changes:
+        # Images may have been added or removed since the first start.
         original = Index(kept, found.root)
         if found.is_folder and original.split == found.split and original.fingerprint != found.fingerprint:
             if ranks.is_first:
@@ -68,6 +72,7 @@ def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> 
                 )
             return original
     elif ranks.is_first and found.is_folder:
+        # First start: keep a copy of the index for later starts.
         with atomic_write(kept) as file:
             file.write(found.path.read_bytes())
     return found

@@ -81,17 +81,22 @@ def write_shards(
     """
     bad = list(bad)
     ids = choose_images(images.labels, limit).tolist()
+    # The samples are read lazily, while the shards are written.
     samples = _read_samples(images, ids, shrink, bad)
+    # Samples are read while the shards are written, so at most READ_AHEAD images are in memory.
     numbered = enumerate(with_progress(samples, limit, f"write {split}", progress))
     # Cut the stream of samples into shards of `images_per_shard`.
     for number, shard in itertools.groupby(numbered, lambda item: item[0] // images_per_shard):
-        with tarfile.open(folder / f"{split}-{number:06d}.tar", "w", encoding="utf-8") as tar:
+        path = folder / f"{split}-{number:06d}.tar"
+        with tarfile.open(path, "w", encoding="utf-8") as tar:
             for _, sample in shard:
+                # Image and label of a sample must be adjacent.
                 _add_member(tar, f"{sample.key}.{sample.suffix}", sample.data)
                 _add_member(tar, f"{sample.key}.cls", str(sample.label).encode())
     shards = list_shards(folder, split)
     if not shards:
         raise InputError(f"split {split}: none of its images can be used; the first: {': '.join(bad[0])}")
+    # Index the shards that were written, not the source: the index must match their bytes.
     content, _ = build_shards(shards, split, class_names, progress)
     content.bad = bad
     return content
@@ -108,6 +113,7 @@ def _read_samples(
     with ThreadPoolExecutor(READ_THREADS) as pool:
         for start in range(0, len(ids), READ_AHEAD):
             window = ids[start : start + READ_AHEAD]
+            # map keeps the order of the ids.
             found = pool.map(lambda i: _read_image(images, i, shrink), window)
             for i, (data, suffix, problem) in zip(window, found, strict=True):
                 name = images.name(i)
@@ -129,6 +135,7 @@ def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tu
         longer_side = max(info.height, info.width)
         if shrink is not None and info.kind != "bad" and longer_side > shrink.max_side:
             return shrunk_jpeg(data, shrink), "jpg", ""
+        # DALI can't decode the rarer kinds, so they are stored as PNG.
         if info.kind == "convert":
             return to_direct(data), "png", ""
     except OSError as error:
@@ -146,6 +153,7 @@ def shrunk_jpeg(data: bytes, shrink: Shrink) -> bytes:
     Raises InputError for damaged bytes.
     """
     image = decode_rgb(data)
+    # Keep the aspect ratio; no side may become 0.
     factor = shrink.max_side / max(image.size)
     width = max(1, round(image.width * factor))
     height = max(1, round(image.height * factor))
@@ -160,9 +168,11 @@ def _new_key(name: str, keys: set[str]) -> str:
 
     Dots are replaced, because a key ends at the first dot in the WebDataset convention.
     """
+    # Only the last part of the path is used.
     base = name.rpartition("/")[2]
     stem = base.rpartition(".")[0] or base
     stem = stem.replace(".", "_")
+    # Files in different folders may have the same name.
     key = stem
     while key in keys:
         key = f"{stem}_{len(keys)}"
@@ -172,6 +182,7 @@ def _new_key(name: str, keys: set[str]) -> str:
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Append a regular file to the tar."""
     info = tarfile.TarInfo(name)  # owner and time stay 0, so that the same input gives the same bytes
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))

@@ -68,7 +68,9 @@ def list_shards(root: Path, split: str) -> list[Path]:
         path = root / name
         if path.exists() and not path.is_file():  # opening a named pipe would block
             raise InputError(f"{path}: has the name of a shard, but is not a file: move it away")
-    return [root / name for name in sorted(names) if name.removesuffix(".gz") not in names - {name}]
+    # Drop a compressed shard if there is an uncompressed one of the same name.
+    kept = [name for name in sorted(names) if name.removesuffix(".gz") not in names - {name}]
+    return [root / name for name in kept]
 
 
 def uncompress_shard(shard: Path, cache: Path) -> Path:
@@ -83,12 +85,15 @@ def uncompress_shard(shard: Path, cache: Path) -> Path:
     modified = shard.stat().st_mtime_ns
     if copy.exists() and copy.stat().st_mtime_ns == modified:
         return copy
+    # A compressed file does not tell its uncompressed size, so check the free space while writing.
     free = shutil.disk_usage(cache).free
     packed_size = size_text(shard.stat().st_size)
     _log.info("unpacking %s (%s) into %s, which has %s free", shard, packed_size, cache, size_text(free))
     try:
         with gzip.open(shard) as source, atomic_write(copy) as target:
+            # Copy in pieces of 1 MiB, so that memory stays small.
             while chunk := source.read(1 << 20):
+                # Stop before the disk is full.
                 if target.tell() + len(chunk) > free - _FREE_SPACE_LEFT:
                     raise InputError(
                         f"{shard}: unpacks to more than the {size_text(free)} that are free in {cache}: free some space "
@@ -114,6 +119,7 @@ class _Header(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
+        # Check each header right after it is parsed.
         header = super().frombuf(buf, encoding, errors)
         if header.size < 0:
             raise InputError(f"{printable(header.name)}: its header is damaged: it gives a size of {header.size} bytes")
@@ -145,6 +151,7 @@ def _read_samples(tar: tarfile.TarFile) -> ShardContents:
     samples: list[Sample] = []
     skipped: list[str] = []
     seen: set[str] = set()
+    # The parts of a sample must be adjacent, so grouping neighbours by key is enough.
     members = (member for member in tar if _is_wanted(member))
     for key, group in itertools.groupby(members, lambda member: _split_name(member.name)[0]):
         parts = list(group)
@@ -182,7 +189,9 @@ def build_shards(
     display_names: list[str] = []
     skipped: list[str] = []
     with ThreadPool(READ_THREADS) as pool:
-        found = with_progress(pool.imap(_inspect_shard, shards), len(shards), f"index {split}", progress)
+        # Many shards are read at the same time, and their results arrive in order.
+        inspected = pool.imap(_inspect_shard, shards)
+        found = with_progress(inspected, len(shards), f"index {split}", progress)
         for number, (contents, shard_verdicts) in enumerate(found):
             shard_name = shards[number].name
             samples += contents.samples
@@ -192,6 +201,7 @@ def build_shards(
             skipped += [f"{shard_name}/{name}" for name in contents.skipped]
     labels = np.array([sample.label for sample in samples], "<i4")
     class_names = name_classes(labels, class_names, display_names, max_classes)
+    # Where the bytes of each image are; `assemble_content` adds the columns that describe it.
     columns = {
         "label": labels,
         "shard": np.array(shard_numbers, "<u2"),
@@ -205,16 +215,21 @@ def build_shards(
 
 def describe_shards(shards: list[Path]) -> list[list[str | int]]:
     """Return [name, size in bytes] of each shard; an index stores them to detect shards that were cut, changed or added."""
+    # Lists, because JSON has no tuples.
     return [[shard.name, shard.stat().st_size] for shard in shards]
 
 
 def read_class_names(root: Path) -> list[str] | None:
-    """Read the class names of a prepared set from ROOT/dataset.json; None if there is no such file. Raises InputError."""
+    """Read the class names of a prepared set from ROOT/dataset.json; return None if there is no such file.
+
+    Raises InputError if the file has no list of names.
+    """
     path = root / "dataset.json"
     if not path.exists():
         return None
     try:
-        return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["class_names"]]
+        description = json.loads(path.read_text(encoding="utf-8"))
+        return [str(name) for name in description["class_names"]]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: expected JSON with a list under class_names: {error!r}") from error
 
@@ -240,8 +255,10 @@ def _is_wanted(member: tarfile.TarInfo) -> bool:
     name = os.path.basename(member.name)
     if name.startswith(".") or member.isdir():
         return False
+    # A sparse file is not stored byte for byte.
     if member.isreg() and not member.issparse():
         return True
+    # Other members, such as links to text files, are ignored.
     suffix = name.lower().rpartition(".")[2]
     if suffix not in (*PICTURE_SUFFIXES, "cls"):
         return False
@@ -265,6 +282,7 @@ def _check_end(shard: Path, end: int) -> None:
     if size - end < TAR_BLOCK:
         raise InputError(f"is cut off after its last whole member, at byte {end}: get the file again")
     position = _find_nonzero(shard, end)
+    # Something other than zeros follows: a damaged header, or another tar file.
     if position is not None:
         after_zeros = position >= end + TAR_BLOCK
         what = "follow after zeros" if after_zeros else "that do not begin with a valid header follow"
@@ -314,12 +332,19 @@ def _join_parts(tar: tarfile.TarFile, key: str, parts: list[tarfile.TarInfo]) ->
         )
     image = images[0]
     label = _read_label(tar, labels[0]) if labels else -1
-    return Sample(image.name, label, image.offset_data, image.size)
+    return Sample(
+        member=image.name,
+        label=label,
+        offset=image.offset_data,
+        nbytes=image.size,
+    )
 
 
 def _read_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+    """Read the label of a sample, a whole number as text. Raises InputError naming the member."""
     stream = tar.extractfile(member)
     text = stream.read(32) if stream else b""
+    # At most nine digits, so that the label fits into 32 bits.
     if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
         raise InputError(f"{printable(member.name)}: the label {text!r} is not a whole number")
     return int(text)
@@ -342,13 +367,16 @@ def shard_notes(split: str, labels: np.ndarray, skipped: list[str], shards: list
     labels: (n,) with -1 for none. skipped: members that look like images of their own but are parts of other samples.
     """
     notes = []
-    numbers = sorted({int(re.findall(r"-(\d+)\.tar", shard.name)[-1]) for shard in shards})
+    digits = [re.findall(r"-(\d+)\.tar", shard.name)[-1] for shard in shards]
+    numbers = sorted(set(map(int, digits)))
     # Gaps are kept as ranges: if the numbers are dates, a gap may span millions of them.
-    gaps = [range(before + 1, after) for before, after in itertools.pairwise(numbers) if after > before + 1]
+    neighbours = itertools.pairwise(numbers)
+    gaps = [range(before + 1, after) for before, after in neighbours if after > before + 1]
     if gaps:
+        num_missing = sum(map(len, gaps))
         first_missing = itertools.islice(itertools.chain(*gaps), 5)
         first = ", ".join(map(str, first_missing))
-        notes.append(f"split {split}: no shard has number {first}: {sum(map(len, gaps))} may be missing")
+        notes.append(f"split {split}: no shard has number {first}: {num_missing} may be missing")
     if len(numbers) < len(shards):
         notes.append(f"split {split}: several shards have the same number; all of them are read")
     if (unlabelled := int((labels < 0).sum())) > 0:
@@ -374,6 +402,7 @@ def name_classes(
     if class_names is None:
         num_classes = min(max(labels, default=-1) + 1, max_classes)
         class_names = [str(label) for label in range(num_classes)]
+    # Labels are the numbers of classes; -1 means no label.
     wrong = np.flatnonzero((labels < -1) | (labels >= len(class_names)))
     if wrong.size:
         first = wrong[0]

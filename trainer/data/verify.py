@@ -100,6 +100,7 @@ def check_data(
     if not path.is_dir():
         raise InputError(f"{path}: no such folder")
     report = CheckReport(on_bad)
+    # Shards take precedence over folders, as in training.
     found = (SHARD_NAME.fullmatch(entry.name) for entry in path.iterdir())
     shard_splits = sorted({name[1] for name in found if name})
     if shard_splits:
@@ -127,10 +128,12 @@ def check_data(
 
 def _add_verdicts(split: str, verdicts: Iterator[tuple[StoredImage, tuple[str, str]]], report: CheckReport) -> None:
     """Add the verdicts on a split's files to the report. Files that are no images are noted together."""
+    # Collect them for one note, instead of a line for each.
     others = []
     for image, (verdict, problem) in verdicts:
         report.checked += 1
         report.converted += verdict == "convert"
+        # Files that were never meant as images, such as a README, are no fault of the data set.
         if verdict == "other":
             others.append(printable(image.name))
         elif verdict == "bad":
@@ -157,6 +160,7 @@ def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckRepor
 
     Problems of the tars and of the index go to the report.
     """
+    # Read the tars even if there is an index, to find what does not agree with it.
     shards, in_tars = _list_in_tars(root, split, report)
     try:
         labels = np.array([image.label for image in in_tars], np.int32)
@@ -164,6 +168,7 @@ def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckRepor
         name_classes(labels, read_class_names(root), names, max_classes)
     except InputError as error:
         report.add_bad(split, str(error))
+    # A prepared set has an index next to its shards.
     path = root / f"{split}.index"
     problem = _check_index(path, shards) if path.exists() else ""
     if problem:
@@ -191,24 +196,43 @@ def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Pat
             cache = find_cache(root) if packed.suffix == ".gz" else root
             shard = uncompress_shard(packed, cache)
             shards.append(shard)
+            # A damaged shard is reported, and the others are still checked.
             contents = read_shard(shard)
         except InputError as error:
-            report.add_bad(packed.name, str(error).removeprefix(f"{shard}: "))
+            # The report names the shard already.
+            problem = str(error).removeprefix(f"{shard}: ")
+            report.add_bad(packed.name, problem)
             continue
         skipped += [f"{packed.name}/{name}" for name in contents.skipped]
         for sample in contents.samples:
             name = f"{shard.name}/{sample.member}"
-            images.append(StoredImage(name, str(shard), sample.label, sample.offset, sample.nbytes))
+            image = StoredImage(
+                name=name,
+                path=str(shard),
+                label=sample.label,
+                offset=sample.offset,
+                nbytes=sample.nbytes,
+            )
+            images.append(image)
     labels = np.array([image.label for image in images], np.int32)
     report.notes += shard_notes(split, labels, skipped, shards)
     return shards, images
 
 
 def _list_in_index(index: Index) -> Iterator[StoredImage]:
+    """Yield the images that an index of shards lists."""
     for i in range(len(index)):
         shard, offset, nbytes = index.place(i)
-        size = int(index.heights[i]), int(index.widths[i])
-        yield StoredImage(index.name(i), str(shard), int(index.labels[i]), offset, nbytes, size)
+        height = int(index.heights[i])
+        width = int(index.widths[i])
+        yield StoredImage(
+            name=index.name(i),
+            path=str(shard),
+            label=int(index.labels[i]),
+            offset=offset,
+            nbytes=nbytes,
+            size=(height, width),
+        )
 
 
 def _check_index(path: Path, shards: list[Path]) -> str:
@@ -216,6 +240,7 @@ def _check_index(path: Path, shards: list[Path]) -> str:
     try:
         metadata, columns = read_index(path)
         fingerprint = compute_fingerprint(columns, metadata["class_names"])
+        # The index itself may be damaged.
         if fingerprint != metadata["fingerprint"]:
             return "it is damaged: its contents do not match its fingerprint; delete it"
     except (InputError, KeyError) as error:
@@ -240,6 +265,7 @@ def _list_in_folder(root: Path, split: str, report: CheckReport) -> Iterator[Sto
     report.notes += listing.notes
     for label, name in zip(listing.labels, listing.names, strict=True):
         below_split = file_name(listing.class_names, label, name)
+        # normpath removes the leading "./" of the split ".".
         below_root = os.path.normpath(os.path.join(split, below_split))
         yield StoredImage(below_root, os.path.join(root, below_root), label)
 
@@ -256,17 +282,20 @@ def _check_image(max_pixels: int, image: StoredImage) -> tuple[str, str]:
                 return "bad", "a pipe, socket or device"
             if image.nbytes < 0 and status.st_size >= TOO_LARGE_BYTES:
                 return "bad", TOO_LARGE
+            # For a member of a tar, read only its own bytes.
             file.seek(image.offset)
             data = file.read(image.nbytes)
         info = inspect_image(data, max_pixels)
         if info.kind == "bad":
             return "bad" if _is_meant_as_image(image.name, data) else "other", info.problem
+        # The structure is sound: decode the image, because only that finds damaged pixels.
         height, width, _ = decode(data, max_pixels).shape
     except OSError as error:
         refuse_machine_fault(error)
         return "bad", f"cannot be read: {error.strerror or error}"
     except InputError as error:
         return "bad", str(error)
+    # Training computes crop windows from the size in the index.
     if image.size not in (None, (height, width)):
         return "bad", f"is {height}x{width} pixels, which differs from its entry in the index"
     verdict = "convert" if info.kind == "convert" else "ok"
@@ -279,6 +308,7 @@ def _is_meant_as_image(name: str, data: bytes) -> bool:
     Its suffix decides or, without one, whether its contents are anything but text.
     """
     stem, dot, suffix = os.path.basename(name).rpartition(".")
+    # A name such as ".jpg" has no suffix.
     if dot and stem:
         return suffix.lower() in PICTURE_SUFFIXES
     return not data or not data.isascii() or b"\0" in data
