@@ -1,1 +1,1 @@
-"""The whitening operation, one call for all slices, and LARS by Triton kernels."""
+"""The whitening operation, which processes all slices in one call, and LARS as Triton kernels."""

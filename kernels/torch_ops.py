@@ -1,8 +1,8 @@
-"""The whitening as torch sees it: two custom operators and the autograd function that joins them.
+"""The whitening as torch operations: two custom operators and the autograd function that joins them.
 
-torch.compile keeps each operator whole, so a backend's float32 guard also holds in a compiled graph, and autograd sees one
-node. They are registered by the dispatcher's plain interface: `torch.library.custom_op` costs 60 us more a call on a
-CPU, as much as two of the products.
+torch.compile treats each operator as a unit, so a backend's float32 guard also applies in a compiled graph, and autograd sees a
+single node. The operators are registered through the dispatcher's low-level interface, because `torch.library.custom_op` adds
+60 us to each call on a CPU, as much as two of the matrix products.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from kernels import whitening_torch
 
 
 def _backend(name: str) -> Any:
-    """The module whose `forward` and `backward` are meant."""
+    """Return the module with `forward` and `backward` of a backend."""
     if name == "triton":
         from kernels import whitening_triton  # loads triton, which machines without a GPU may lack
 
@@ -23,49 +23,67 @@ def _backend(name: str) -> Any:
 
 
 class Whiten(torch.autograd.Function):
-    """x (B, M, k), eps, cholesky_float64, backend -> z (B, M, k), ok (B,), min_pivot (B,); see `kernels.whitening`."""
+    """The autograd node: x (B, M, k), eps, cholesky_float64, backend -> z (B, M, k), ok (B,), min_pivot (B,).
+
+    `kernels.whitening` describes the arguments and results.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Whiten x and keep what the backward needs."""
         z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)
-        ctx.eps, ctx.backend = eps, backend
+        ctx.eps = eps
+        ctx.backend = backend
+        # x is not saved: the backward needs only the results.
         ctx.save_for_backward(z, w, u, ok)
         ctx.mark_non_differentiable(ok, min_pivot)
+        # Without this, torch would allocate zeros for a missing gradient.
         ctx.set_materialize_grads(False)
         return z, ok, min_pivot
 
     @staticmethod
     def backward(ctx: Any, grad_z: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
-        if torch.is_grad_enabled():  # once_differentiable stays silent where `grad_z` itself needs no gradient
+        """Return the gradient at x, and None for the other arguments. Raises NotImplementedError under create_graph."""
+        # torch's once_differentiable would raise no error if `grad_z` itself needs no gradient.
+        if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"backend {ctx.backend!r} of the whitening has no second derivative: call backward without create_graph, "
                 "or use backend='reference'"
             )
+        # z was not used, so nothing flows back.
         if grad_z is None:
             return None, None, None, None
-        return torch.ops.wmse.whiten_backward(grad_z, *ctx.saved_tensors, ctx.eps, ctx.backend), None, None, None
+        grad_x = torch.ops.wmse.whiten_backward(grad_z, *ctx.saved_tensors, ctx.eps, ctx.backend)
+        return grad_x, None, None, None
 
 
 def _forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, ...]:
-    """-> z (B, M, k), W (B, k, k), U (B, k, k) or empty where the backward does without, ok (B,), min_pivot (B,)."""
+    """Return z (B, M, k), W (B, k, k), U (B, k, k) or empty if the backward does not need it, ok (B,), min_pivot (B,)."""
     return _backend(backend).forward(x, eps, cholesky_float64)
 
 
 def _backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, eps: float, backend: str) -> Tensor:
+    """Return the gradient at x (B, M, k)."""
     return _backend(backend).backward(grad_z, z, w, u, ok, eps)
 
 
 def _fake_forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, ...]:
+    """Return empty tensors with the shapes and types of `_forward`'s results, for torch.compile."""
     batch, num_rows, size = x.shape
-    z, w = x.new_empty(batch, num_rows, size), x.new_empty(batch, size, size)
+    z = x.new_empty(batch, num_rows, size)
+    w = x.new_empty(batch, size, size)
     u = torch.empty_like(w) if backend == "triton" and eps > 0 else x.new_empty(0)
-    return z, w, u, x.new_empty(batch, dtype=torch.bool), x.new_empty(batch)
+    ok = x.new_empty(batch, dtype=torch.bool)
+    min_pivot = x.new_empty(batch)
+    return z, w, u, ok, min_pivot
 
 
 def _fake_backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, eps: float, backend: str) -> Tensor:
+    """Return an empty tensor with the shape and type of `_backward`'s result, for torch.compile."""
     return torch.empty_like(z)
 
 
+# Declare the operators wmse::whiten and wmse::whiten_backward, then register their implementations.
 _library = torch.library.Library("wmse", "FRAGMENT")
 _library.define(
     "whiten(Tensor x, float eps, bool cholesky_float64, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -75,5 +93,6 @@ _library.define(
 )
 _library.impl("whiten", _forward, "CompositeExplicitAutograd")
 _library.impl("whiten_backward", _backward, "CompositeExplicitAutograd")
+# torch.compile traces with these instead of running the kernels.
 torch.library.register_fake("wmse::whiten", _fake_forward)
 torch.library.register_fake("wmse::whiten_backward", _fake_backward)

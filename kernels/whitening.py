@@ -1,4 +1,4 @@
-"""The whitening operation: each slice of rows leaves with zero mean and identity covariance, computed from itself.
+"""The whitening operation: it gives each slice of rows zero mean and identity covariance, using only the slice itself.
 
 Shapes: x, z (B, M, k): B slices of M rows (one view of M images) of k-dimensional embeddings.
 Ermolov et al., ICML 2021, section 3.2 and appendix; kernels/README.md has the mathematics.
@@ -19,42 +19,49 @@ _logger = logging.getLogger(__name__)
 
 
 class WhiteningStatus(NamedTuple):
-    """How the factor of each slice went; on the device of x, without gradient.
-
-    ok: (B,) bool, False where a slice has a non-finite value or a covariance that is not positive definite to working
-        precision (a constant column, dependent columns).
-    min_pivot: (B,) the smallest squared diagonal element of the Cholesky factor over the mean variance; 0 where not ok.
-    """
+    """The outcome of the factorisation of each slice. The tensors are on the device of x and have no gradient."""
 
     ok: Tensor
+    """(B,) bool; False if the slice has a non-finite value, or if its covariance is not positive definite to working
+    precision (a constant column, linearly dependent columns)."""
     min_pivot: Tensor
+    """(B,) smallest squared diagonal element of the Cholesky factor, divided by the mean variance; 0 if the slice is not ok."""
 
 
 def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto", cholesky_float64: bool = False) -> Tensor:
     """Whiten each slice of x with the inverse Cholesky factor of its own covariance.
 
-    x: (B, M, k) floating, M > k. Returns z (B, M, k), float64 if x is, else float32: z = (x - mean) @ inv(L).T with
-    (1 - eps) cov + eps mean(diag cov) I = L @ L.T and cov taken with divisor M - 1. Once differentiable; everything is,
-    mean and factor included. A slice that is not ok (`WhiteningStatus`) gives z = 0 and passes a zero gradient, and
-    leaves the others untouched. Never waits for the device. Autocast and TF32 settings have no effect.
+    x: (B, M, k) floating, M > k. Returns z (B, M, k) in float64 if x is float64, otherwise in float32:
+
+        z = (x - mean) @ inv(L).T,  where (1 - eps) cov + eps mean(diag cov) I = L @ L.T
+
+    cov has the divisor M - 1. The gradient includes that of mean and factor; there is no second derivative. A slice that is not
+    ok (`WhiteningStatus`) gives z = 0 and a zero gradient, and does not affect other slices. The call never waits for the
+    device. Autocast and TF32 settings have no effect.
 
     eps: shrinkage in [0, 1); the paper uses 0.
-    backend: "auto" (the fastest by `kernels.backends`) or one of BACKENDS: "reference" is the definition, slice by slice,
-        "torch" batched torch.linalg, "triton" kernels for NVIDIA GPUs, k up to 512, float32.
-    cholesky_float64: mean, covariance, factor and z in float64, rounded to float32 afterwards; the gradient stays float32.
-        Not with "triton". For embeddings whose covariance has a condition number above 1e5.
-    Raises ValueError for a wrong shape, dtype, eps, or a backend that does not exist or cannot do it.
+    backend: "auto" (the fastest according to `kernels.backends`) or one of BACKENDS: "reference" is the definition, slice by
+        slice; "torch" is batched torch.linalg; "triton" are kernels for NVIDIA GPUs, k up to 512, float32 only.
+    cholesky_float64: compute mean, covariance, factor and z in float64 and round them to float32; the gradient stays float32.
+        Use it for embeddings whose covariance has a condition number above 1e5. Not available with "triton".
+    Raises ValueError for a wrong shape, dtype or eps, and for a backend that does not exist or can't whiten these slices.
     """
     return whiten_with_status(x, eps=eps, backend=backend, cholesky_float64=cholesky_float64)[0]
 
 
 def whiten_with_status(
-    x: Tensor, *, eps: float = 0.0, backend: str = "auto", cholesky_float64: bool = False
+    x: Tensor,
+    *,
+    eps: float = 0.0,
+    backend: str = "auto",
+    cholesky_float64: bool = False,
 ) -> tuple[Tensor, WhiteningStatus]:
-    """As `whiten`, and also returns what became of each slice -> z (B, M, k), status."""
+    """Whiten as `whiten` does; return z (B, M, k) and the status of each slice."""
     _check(x, eps)
+    # Half-precision input is whitened in float32.
     x = x if x.dtype == torch.float64 else x.float()
     backend = choose_backend(backend, x, tuple(x.shape), cholesky_float64)
+    # The reference is differentiated by autograd, the other backends have their own backward.
     if backend == "reference":
         z, ok, min_pivot = whitening_reference.whiten(x, eps, cholesky_float64)
     else:
@@ -63,29 +70,32 @@ def whiten_with_status(
 
 
 def choose_backend(backend: str, values: Tensor, shape: tuple[int, ...], cholesky_float64: bool) -> str:
-    """The backend that `backend` means for slices of the given shape (B, M, k), of the dtype and device of `values`.
+    """Return the backend to use for slices of the given shape (B, M, k), with the dtype and device of `values`.
 
-    Raises ValueError for one that does not exist or cannot do it.
+    Raises ValueError for a backend that does not exist or can't whiten these slices.
     """
+    # The Triton kernels exist in float32 only.
     in_float64 = cholesky_float64 or values.dtype == torch.float64
     return _choose(backend, values.device.type, *shape, in_float64)
 
 
-@torch.compiler.assume_constant_result  # run by the compiler while it traces: it can trace neither records nor caches
+# The compiler calls this function while it traces, because it can trace neither log records nor caches.
+@torch.compiler.assume_constant_result
 def _choose(backend: str, device_type: str, batch: int, num_rows: int, size: int, in_float64: bool) -> str:
     return _chosen(backend, device_type, batch, num_rows, size, in_float64)
 
 
 @functools.cache
 def _chosen(backend: str, device_type: str, batch: int, num_rows: int, size: int, in_float64: bool) -> str:
-    """The backend that is meant, once it is known to be able; "auto" is logged once for each size."""
+    """Return the backend to use. The cache makes "auto" log its choice once for each size. Raises ValueError."""
     if backend == "auto":
         fastest = fastest_backend(device_type, batch, num_rows, size, in_float64)
         sizes = f"{batch} slices of {num_rows} x {size} on {device_type}"
-        _logger.info("whitening: backend 'auto' takes %r for %s", fastest, sizes)
+        _logger.info("whitening: backend 'auto' uses %r for %s", fastest, sizes)
         return fastest
     if backend not in BACKENDS:
         raise ValueError(f"no whitening backend {backend!r}; available: auto, {', '.join(BACKENDS)}")
+    # The caller asked for this backend, so do not replace it silently.
     reason = why_not(backend, device_type, size, in_float64)
     if reason:
         raise ValueError(f"whitening backend {backend!r} {reason}; use backend='auto' or 'torch'")
@@ -93,15 +103,18 @@ def _chosen(backend: str, device_type: str, batch: int, num_rows: int, size: int
 
 
 def _check(x: Tensor, eps: float) -> None:
+    """Raise ValueError for a wrong shape, dtype or eps."""
+    shape = tuple(x.shape)
     if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"whiten wants floating x of shape (slices, rows, columns), got {x.dtype} {tuple(x.shape)}")
-    batch, num_rows, size = x.shape
+        raise ValueError(f"whiten needs a floating-point x of shape (slices, rows, columns), got {x.dtype} {shape}")
+    batch, num_rows, size = shape
     if not batch or not size:
-        raise ValueError(f"whiten wants one slice and one column at least, got {tuple(x.shape)}")
+        raise ValueError(f"whiten needs at least one slice and one column, got {shape}")
+    # A singular covariance has no Cholesky factor.
     if num_rows <= size:
         raise ValueError(
-            f"a slice of {num_rows} rows cannot be whitened in {size} dimensions: the covariance of M rows has rank "
-            f"M - 1 at most, so it is singular; use more than {size} rows a slice ({2 * size} in the paper)"
+            f"a slice of {num_rows} rows cannot be whitened in {size} dimensions: the covariance of M rows has a rank of "
+            f"at most M - 1, so it is singular; use more than {size} rows for each slice ({2 * size} in the paper)"
         )
     if not 0 <= eps < 1:
         raise ValueError(f"eps is the share of shrinkage and must lie in [0, 1), got {eps}")

@@ -1,4 +1,4 @@
-"""All slices at once by batched torch.linalg, with the analytic backward. Runs on any device.
+"""Whitening of all slices at once by batched torch.linalg, with an analytic backward. Runs on any device.
 
 x (B, M, k) --centre--> c --> cov (B, k, k) = c^T c / (M-1) = L L^T --> W = L^-1 --> z = c W^T
 """
@@ -14,20 +14,24 @@ from kernels.whitening_reference import judge_factor
 
 
 def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x (B, M, k) float32 or float64 -> z (B, M, k), W (B, k, k), empty, ok (B,), min_pivot (B,)."""
+    """Whiten x (B, M, k), float32 or float64; return z (B, M, k), W (B, k, k), an empty tensor, ok (B,), min_pivot (B,)."""
     num_rows = x.shape[1]
     with full_float32(x.device):
+        # Centre the rows and compute their covariance.
         rows = x.double() if cholesky_float64 else x
         total = rows.sum(1, keepdim=True)
         centred = torch.sub(rows, total, alpha=1 / num_rows)
         covariance = torch.bmm(centred.mT, centred).mul_(1 / (num_rows - 1))
+        # Shrink the covariance towards a multiple of the identity, in place: `variance` is a view of its diagonal.
         if eps > 0:
             variance = covariance.diagonal(dim1=1, dim2=2)
             mean_variance = variance.mean(-1, keepdim=True)
             covariance.mul_(1 - eps)
             variance.add_(eps * mean_variance)
         w, info = _inverse_factor(covariance)
+        # The diagonal of W = L^-1 is the reciprocal of that of L.
         pivots = w.diagonal(dim1=1, dim2=2).square().reciprocal_()
+        # A failed factor may contain NaN, so z is overwritten where it failed.
         ok, min_pivot = judge_factor(pivots, covariance, total[:, 0], num_rows, info, x.dtype)
         z = torch.bmm(centred, w.mT)
         _zero_where_failed(ok, z)
@@ -35,22 +39,26 @@ def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tens
 
 
 def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
-    """a (B, k, k) = L L^T -> L^-1 (B, k, k), info (B,) int32, 0 where a is positive definite.
+    """Factor a (B, k, k) = L L^T; return L^-1 (B, k, k) and info (B,) int32, 0 if a is positive definite.
 
-    On a CPU torch gives LAPACK one matrix after the other, so large ones go in halves: most of the work is then batched
-    products. Factor and inverse take half the time (32 slices, k=128), and no less at k=64.
+    On a CPU torch passes one matrix after the other to LAPACK. Large matrices are therefore split into halves recursively,
+    which turns most of the work into batched products. Factor and inverse then take half the time (32 slices, k = 128); at
+    k = 64 nothing is gained.
     """
+    # Sizes up to which one call of LAPACK is faster than splitting; many slices make splitting pay off earlier.
     size = a.shape[-1]
     leaf = 32 if a.shape[0] >= 16 else 64
     if size <= leaf or a.device.type != "cpu":
-        # The upper factor inverted from the right: 192 us instead of 234 (8 slices, k=64, one CPU thread).
+        # Inverting the upper factor from the right takes 192 us instead of 234 us (8 slices, k = 64, one CPU thread).
         upper, info = torch.linalg.cholesky_ex(a, upper=True)
         identity = _constants(size, a.dtype, a.device).identity.expand_as(a)
         return torch.linalg.solve_triangular(upper, identity, upper=True, left=False).mT, info
+    # Invert the factor of the upper left block, then that of the Schur complement, and join both.
     h = size // 2
     first, first_info = _inverse_factor(a[:, :h, :h])
     corner = torch.bmm(first, a[:, :h, h:])
-    last, last_info = _inverse_factor(torch.baddbmm(a[:, h:, h:], corner.mT, corner, alpha=-1))
+    complement = torch.baddbmm(a[:, h:, h:], corner.mT, corner, alpha=-1)
+    last, last_info = _inverse_factor(complement)
     w = torch.zeros_like(a)
     w[:, :h, :h] = first
     w[:, h:, h:] = last
@@ -59,45 +67,56 @@ def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _zero_where_failed(ok: Tensor, values: Tensor) -> None:
-    """Write 0 over whatever came out of a slice that is not ok; values (B, M, k)."""
-    if ok.device.type == "cpu" and ok.all():  # nothing to wait for on a CPU, and a pass over the values is saved
+    """Overwrite values (B, M, k) with 0 in the slices that are not ok."""
+    # On a CPU, reading `ok` makes nothing wait, and it saves a pass over the values.
+    if ok.device.type == "cpu" and ok.all():
         return
     values.masked_fill_(~ok[:, None, None], 0.0)
 
 
 def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: float) -> Tensor:
-    """Gradient at x (B, M, k) from that at z and what `forward` returned; kernels/README.md derives it."""
+    """Return the gradient at x (B, M, k), given that at z and what `forward` returned; kernels/README.md derives it."""
     num_rows, size = z.shape[1:]
     with full_float32(z.device):
-        triangle = torch.bmm(grad_z.mT, z).mul_(_constants(size, z.dtype, z.device).half_triangle)
+        # H = T + T^T, where T is the lower triangle of G^T Z with half its diagonal.
+        half_triangle = _constants(size, z.dtype, z.device).half_triangle
+        triangle = torch.bmm(grad_z.mT, z).mul_(half_triangle)
         symmetric = triangle + triangle.mT
+        # Gradient at the rows: (G - share * Z H) W.
         inner = torch.baddbmm(grad_z, z, symmetric, alpha=-(1 - eps) / (num_rows - 1))
         grad_x = torch.bmm(inner, w)
+        # The shrinkage depends on the mean variance, which adds a multiple of the centred rows.
         if eps > 0:
             trace = (torch.bmm(symmetric, w) * w).sum((1, 2), keepdim=True)
             centred = torch.linalg.solve_triangular(w.mT, z, upper=True, left=False)
             grad_x -= centred.mul_(trace * (eps / (size * (num_rows - 1))))
+        # The gradient through the mean removes the column means.
         grad_x.sub_(grad_x.sum(1, keepdim=True), alpha=1 / num_rows)
         _zero_where_failed(ok, grad_x)
         return grad_x
 
 
 class _Constants(NamedTuple):
+    """Constant matrices (k, k)."""
+
     identity: Tensor
-    half_triangle: Tensor  # 1 below the diagonal, 1/2 on it; a product with it is a third of tril_ of a batch on a CPU
+    # 1 below the diagonal and 1/2 on it. On a CPU a product with it takes a third of the time of tril_ on a batch.
+    half_triangle: Tensor
 
 
 def _constants(size: int, dtype: torch.dtype, device: torch.device) -> _Constants:
     if device.type == "cpu":
-        return _kept_constants(size, dtype)
-    return _make_constants(size, dtype, device)  # a CUDA graph would own what is made while it is captured
+        return _cached_constants(size, dtype)
+    # Constants for a GPU are not cached: those created while a CUDA graph is captured would belong to the graph.
+    return _make_constants(size, dtype, device)
 
 
 @functools.cache
-def _kept_constants(size: int, dtype: torch.dtype) -> _Constants:
+def _cached_constants(size: int, dtype: torch.dtype) -> _Constants:
     return _make_constants(size, dtype, torch.device("cpu"))
 
 
 def _make_constants(size: int, dtype: torch.dtype, device: torch.device) -> _Constants:
     identity = torch.eye(size, dtype=dtype, device=device)
-    return _Constants(identity, torch.ones_like(identity).tril_() - identity / 2)
+    half_triangle = torch.ones_like(identity).tril_() - identity / 2
+    return _Constants(identity, half_triangle)

@@ -172,7 +172,7 @@ def test_one_warning_an_image(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             bad.add(7, "cut\nshort", step=0)
     (record,) = caplog.records
-    assert record.getMessage() == "can't use c/7.jpg: cut\\nshort; the next image of the set takes its place"
+    assert record.getMessage() == "skipped c/7.jpg: cut\\nshort; the next image of the set replaces it"
 
 
 # --- too many ---

@@ -31,8 +31,8 @@ def test_folder_without_splits(tmp_path: Path) -> None:
     report = check_data(make_folder(tmp_path, files))
     assert report.checked == 2
     assert [name for name, _ in report.bad] == ["x/y/b.png"]
-    assert "1 files beside the class folders are left out (a.jpg)" in report.notes[0]
-    assert report.notes[1] == "split .: 1 files are not images, left out (x/c.txt)"
+    assert "1 files next to the class folders are skipped (a.jpg)" in report.notes[0]
+    assert report.notes[1] == "split .: 1 files are not images and are skipped (x/c.txt)"
 
 
 def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsy
     out = capsys.readouterr().out
     assert "split train: 3 files, 1 class with 3 images each" in out
     assert "split val: 1 files, no labels" in out
-    assert "note: split train: 2 files are not images, left out (train/cat/LICENSE, train/cat/b.csv)" in out
+    assert "note: split train: 2 files are not images and are skipped (train/cat/LICENSE, train/cat/b.csv)" in out
     assert f"note: {tmp_path}/val: has no class folders: its 1 files are used without labels" in out
     (tmp_path / "train/cat/c.jpg").write_bytes(b"text")
     (tmp_path / "train/cat/d").write_bytes(bytes(5))

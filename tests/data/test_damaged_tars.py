@@ -86,8 +86,8 @@ def negative_size(shard: Path) -> None:
 
 DAMAGE = [
     (flip_a_bit_of_a_header, "not begin with a valid header"),
-    (cut_between_samples, "is cut after its last whole member"),
-    (cut_inside_a_header, "is cut after its last whole member"),
+    (cut_between_samples, "is cut off after its last whole member"),
+    (cut_inside_a_header, "is cut off after its last whole member"),
     (zero_the_tail, "bytes of zeros follow, more than a tar's padding"),
     (zero_a_block, "bytes follow after zeros"),
     (zero_a_whole_sample, "bytes follow after zeros"),
@@ -129,7 +129,7 @@ def test_a_label_that_differs_from_the_index_is_named(tmp_path: Path) -> None:
     with tarfile.open(shard) as tar:
         label = next(member for member in tar if member.name.endswith("cls"))
     overwrite(shard, label.offset_data, b"1" if shard.read_bytes()[label.offset_data :][:1] == b"0" else b"0")
-    assert "1 of its images are not in the tars as it says" in dict(check_data(tmp_path / "set").bad)["train.index"]
+    assert "1 of its images differ from those in the tars" in dict(check_data(tmp_path / "set").bad)["train.index"]
 
 
 def test_tars_of_usual_padding_are_read(shard: Path) -> None:
@@ -174,7 +174,7 @@ def test_pictures_whose_names_have_two_dots(tmp_path: Path, caplog: pytest.LogCa
     make_tar(tmp_path / "train-000000.tar", [("img.cls", b"0"), ("img.jpg", PICTURES[0]), ("img.mask.png", b"x")])
     with caplog.at_level(logging.WARNING):
         assert len(open_index(tmp_path, "train")) == 1
-    assert "left out (train-000000.tar/img.mask.png)" in caplog.text
+    assert "skipped (train-000000.tar/img.mask.png)" in caplog.text
     assert "img.mask.png" in check_data(tmp_path).notes[0]
 
 
@@ -256,7 +256,7 @@ def test_a_size_beyond_any_file_is_refused(shard: Path) -> None:
 def test_a_shard_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train-000000.tar")
     for read in (check_data, lambda path: open_index(path, "train")):
-        with pytest.raises(InputError, match=r"train-000000\.tar: is a shard by its name, but not a file"):
+        with pytest.raises(InputError, match=r"train-000000\.tar: has the name of a shard, but is not a file"):
             read(tmp_path)
 
 

@@ -97,7 +97,7 @@ def test_labels_of_val_go_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     index = open_index(tmp_path, "val")
     assert index.labels.tolist() == [1]
     assert index.class_names == ["cat", "dog"]
-    assert "1 folders are not classes of the training split and are left out (bird)" in caplog.text
+    assert "1 folders are not classes of the training split and are skipped (bird)" in caplog.text
     assert "1 classes of the training split have no folder (cat)" in caplog.text
 
 
@@ -119,7 +119,7 @@ def test_nested_and_loose_images(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     index = open_index(folder_set(tmp_path, {"train/dog/images/c.JPEG": CMYK, "train/loose.JPEG": JPEG}), "train")
     assert index.name(3) == "dog/images/c.JPEG"
     assert index.read(3) == CMYK
-    assert "1 files beside the class folders are left out (loose.JPEG); expected ROOT/SPLIT/CLASS/IMAGE" in caplog.text
+    assert "1 files next to the class folders are skipped (loose.JPEG); expected ROOT/SPLIT/CLASS/IMAGE" in caplog.text
 
 
 def test_linked_folders(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_files_that_are_no_pictures_are_left_out_and_named(tmp_path: Path, caplo
     assert [index.name(i) for i in range(3)] == ["cat/a.JPEG", "cat/b.JPEG", "dog/a.JPEG"]
     assert index.labels.tolist() == [0, 0, 1]
     assert index.heights.tolist() == [21, 8, 21]
-    assert "2 of 5 files are not usable images and were left out: cat/aa.JPEG: empty file" in caplog.text
+    assert "skipped 2 of 5 files that are not usable images: cat/aa.JPEG: empty file" in caplog.text
     listed = (tmp_path / ".wmse_index/train.bad.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in listed] == ["cat/aa.JPEG", "dog/page.jpg"]
 
@@ -220,7 +220,7 @@ def test_class_folders_that_are_broken_links_are_named(tmp_path: Path, caplog: p
     (tmp_path / "train/two").symlink_to("one")
     (tmp_path / "train/gone").symlink_to("/no/such/folder")
     assert open_index(tmp_path, "train").class_names == ["cat"]
-    assert "4 links are broken and are left out (gone, loop, one, two)" in caplog.text
+    assert "4 links are broken and are skipped (gone, loop, one, two)" in caplog.text
 
 
 def test_a_file_over_4_gib_is_the_only_one_left_out(tmp_path: Path) -> None:
@@ -247,9 +247,9 @@ def test_empty_class_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([*sample("ok"), ("b.cls", b"1")], r"b \(b.cls\) has 0 pictures and 1 labels"),
-        ([("b.jpeg2000", JPEG), ("b.cls", b"1")], r"b \(b.jpeg2000, b.cls\) has 0 pictures"),
-        ([("b.jpg", JPEG), ("b.png", JPEG), ("b.cls", b"1")], "has 2 pictures"),
+        ([*sample("ok"), ("b.cls", b"1")], r"b \(b.cls\) has 0 images and 1 labels"),
+        ([("b.jpeg2000", JPEG), ("b.cls", b"1")], r"b \(b.jpeg2000, b.cls\) has 0 images"),
+        ([("b.jpg", JPEG), ("b.png", JPEG), ("b.cls", b"1")], "has 2 images"),
         ([("b.x.jpg", JPEG), ("b.cls", b"1")], "b.x.jpg"),
         ([*sample("a"), *sample("b"), *sample("a")], "a.jpg: the parts of sample a are not adjacent"),
         (

@@ -220,7 +220,7 @@ def test_a_gpus_outputs_are_given_back_after_their_copy(index, monkeypatch):
     one = on_a_gpu(index, monkeypatch, notes)
     for number in range(5):
         assert (one._collect(Outputs(number, notes), PER_STEP) == number).all()
-    one._let_go(0)
+    one._release_outputs(0)
     for number in range(5):
         own = [note for note in notes if note.endswith(f" {number}")]
         assert own == [*[f"copy {number}"] * RECIPE.num_views, *(f"{w} {number}" for w in ("record", "wait", "drop"))]
@@ -316,7 +316,7 @@ BAD = {
     "html": (b"<html>404</html>", "not a readable image"),
     "empty": (b"", "empty file"),
     "cut": (GOOD[: len(GOOD) // 2], "Truncated"),
-    "other size": (encoded("JPEG", image(height=31, width=40)), "31x40 pixels, 30x40 when"),
+    "other size": (encoded("JPEG", image(height=31, width=40)), "31x40 pixels, but was 30x40 when"),
     "only decoding tells": (damaged_png(), "broken data stream"),
 }
 

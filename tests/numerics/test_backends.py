@@ -32,8 +32,8 @@ def test_auto_says_once_a_size_what_it_took(caplog):
             whiten(torch.randn(batch, 8, 4))
     taken = [fastest_backend("cpu", batch, 8, 4, False) for batch in (1, 2)]
     assert [record.message for record in caplog.records] == [
-        f"whitening: backend 'auto' takes '{taken[0]}' for 1 slices of 8 x 4 on cpu",
-        f"whitening: backend 'auto' takes '{taken[1]}' for 2 slices of 8 x 4 on cpu",
+        f"whitening: backend 'auto' uses '{taken[0]}' for 1 slices of 8 x 4 on cpu",
+        f"whitening: backend 'auto' uses '{taken[1]}' for 2 slices of 8 x 4 on cpu",
     ]
 
 

@@ -1,1 +1,1 @@
-"""What is on disk, the plan of each step, and the views drawn from it."""
+"""The images on disk, the plan of every random choice, the DALI graph that draws the views, and the loader."""

@@ -1,4 +1,4 @@
-"""Where files are kept that are made from a set and can be made again: indices, uncompressed shards, downloads."""
+"""Folders for files that are derived from a data set and can be rebuilt: indices, uncompressed shards, downloads."""
 
 import contextlib
 import hashlib
@@ -12,25 +12,32 @@ CACHE_FOLDER = ".wmse_index"
 
 
 def user_cache() -> Path:
-    """Return this user's folder for files that can be made again: $XDG_CACHE_HOME/wmse or ~/.cache/wmse."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wmse"
+    """Return this user's folder for files that can be rebuilt: $XDG_CACHE_HOME/wmse or ~/.cache/wmse."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "wmse"
 
 
 def find_cache(root: Path) -> Path:
-    """Return the folder for what is built from ROOT: ROOT/.wmse_index or, if that can't be written, one in `user_cache`.
+    """Return the folder for files derived from ROOT: ROOT/.wmse_index, or a folder in `user_cache` if ROOT is read-only.
 
-    It is made if missing and kept out of git. Raises InputError if neither can be written."""
-    candidates = [user_cache() / hashlib.blake2b(os.fsencode(root.resolve()), digest_size=8).hexdigest()]
+    The folder is created if it is missing, and a .gitignore keeps it out of git. Raises InputError if neither folder can be
+    written.
+    """
+    # Each data set gets a folder of its own in the user's cache, named by a hash of its path.
+    path_hash = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=8).hexdigest()
+    candidates = [user_cache() / path_hash]
     inside = root / CACHE_FOLDER
-    # a set marked read-only is left alone, even by root; a link in somebody's set could lead anywhere
-    if root.stat().st_mode & 0o222 and not inside.is_symlink():
+    # A data set marked read-only stays untouched, even by root. A symbolic link in somebody else's set could lead anywhere.
+    is_writable = root.stat().st_mode & 0o222
+    if is_writable and not inside.is_symlink():
         candidates.insert(0, inside)
     for folder in candidates:
-        with contextlib.suppress(OSError):  # not writable: try the next one
+        # If this folder can't be written, try the next one.
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / ".gitignore", "*\n")  # replaces the file: a link of that name is not followed
+            write_text(folder / ".gitignore", "*\n")  # replaces the file, so a link of that name is not followed
             return folder
     raise InputError(
         f"can't write to {folder}, where the index of {root} must be kept: make that folder or {root} writable, or set "
-        "XDG_CACHE_HOME to a folder that is"
+        "XDG_CACHE_HOME to a writable folder"
     )

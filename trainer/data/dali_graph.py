@@ -1,12 +1,14 @@
-"""The DALI graph that turns encoded images into d views each; one function for CPU and GPU.
+"""The DALI graph that turns encoded images into d views each; the same function builds it for CPU and GPU.
 
-DALI is imported by the functions that build the graph, so that a step can be built and measured where it is not installed.
+DALI is imported inside the functions that build the graph, so that a training step can be built and measured on a machine
+without DALI.
 
-It draws nothing: windows, colour matrices and blur widths are inputs, computed from the plan by `view_arrays`. An image
-is decoded once. Crop, resize and flip are one operation (the window's x is swapped for a flip), colour is one affine
-map. A view that is not blurred passes the blur by on the CPU, and has one tap on a GPU, which leaves it as it is.
+The graph draws nothing at random: crop windows, colour matrices and blur widths are inputs, computed from the plan by
+`view_arrays`. Each image is decoded once. Crop, resize and flip are one operation (a flip swaps the two ends of the window in
+x), and all colour operations are one affine map. On a CPU a view without blur bypasses the blur; on a GPU it is blurred with
+one tap, which leaves it unchanged.
 
-Shapes: N images of this rank, d views, S pixels a side. Views leave as uint8 (N, S, S, 3), one output a view.
+Shapes: N images of this rank, d views, size S. The views are uint8 (N, S, S, 3), one output for each view.
 """
 
 from __future__ import annotations
@@ -28,77 +30,114 @@ Source = Callable[[], Arrays]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how wide DALI works."""
+    """The device and the resources that DALI uses."""
 
     device_id: int | None
     """GPU number; None: CPU only."""
     threads: int
+    """Number of CPU threads."""
     prefetch: int
-    """Batches that DALI keeps ahead of the one taken."""
+    """Number of batches that DALI prepares ahead of the current one."""
     hw_decoder_load: float = 1.0
-    """Share of the JPEGs for a GPU's hardware decoder."""
+    """Share of the JPEGs that a GPU's hardware decoder decodes."""
     decoder_hint: tuple[int, int] = (0, 0)
-    """Width and height of an image for which a GPU's hardware decoder makes room at the start, pixels; 0: as they come."""
+    """Largest image width and height in pixels; a GPU's decoder allocates buffers for it at the start. 0: as needed."""
 
 
 def has_color(recipe: ViewsConfig) -> bool:
-    """Whether the recipe ever changes colour; if not, the graph leaves the operation out."""
-    jitter = recipe.color_probability > 0 and any((recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue))
+    """Return whether the recipe ever changes colours; if not, the graph omits the operation."""
+    # Jitter of strength 0 does nothing, however often it is applied.
+    strengths = (recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue)
+    jitter = recipe.color_probability > 0 and any(strengths)
     return jitter or recipe.gray_probability > 0
 
 
 def view_arrays(
-    plan: Plan, recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]
+    plan: Plan,
+    recipe: ViewsConfig,
+    heights: NDArray[np.integer],
+    widths: NDArray[np.integer],
 ) -> list[NDArray]:
-    """The graph's inputs after the encoded images, in its order: for each view roi start (N, 2), roi end (N, 2), colour
-    matrices A, C (N, 3, 3), blur sigma (N,) and taps (N,)."""
-    top, left, height, width = np.moveaxis(crop_windows(plan, recipe, heights, widths), -1, 0)
+    """Return the graph's inputs after the encoded images, in its order.
+
+    For each view these are ROI start (N, 2), ROI end (N, 2), colour matrices A and C (N, 3, 3), blur sigma (N,) and number of
+    blur taps (N,). A recipe without colour or blur has no inputs for it. heights, widths: (N,) pixels of the images.
+    """
+    windows = crop_windows(plan, recipe, heights, widths)
+    top, left, height, width = np.moveaxis(windows, -1, 0)
+    # A window whose end lies left of its start is read from right to left, which flips the view.
     x = np.stack([left, left + width], axis=-1)
     x = np.where(plan.flip[..., None], x[..., ::-1], x)
-    start = np.stack([top, x[..., 0]], axis=-1).astype(np.float32)
-    end = np.stack([top + height, x[..., 1]], axis=-1).astype(np.float32)
-    fields: list[NDArray] = [start, end]
+    # DALI expects y before x.
+    start = np.stack([top, x[..., 0]], axis=-1)
+    end = np.stack([top + height, x[..., 1]], axis=-1)
+    fields: list[NDArray] = [start.astype(np.float32), end.astype(np.float32)]
     if has_color(recipe):
         fields += color_matrices(plan)
     if recipe.blur_probability > 0:
-        # Beyond 3 sigma lies 0.3 % of a Gaussian: 0.25 levels of a photograph's pixel at most, 0.0015 in the mean, and a
-        # tap costs a blurred view 4 % of its time. 1 where sigma is 0: not blurred
-        taps = np.minimum(recipe.blur_window, 2 * np.ceil(3 * plan.blur_sigma) + 1)
-        fields += [np.maximum(plan.blur_sigma, 0.01).astype(np.float32), taps.astype(np.int32)]
+        # 0.3 % of a Gaussian lies beyond 3 sigma: dropping it changes a photograph's pixel by 0.25 levels at most, 0.0015 on
+        # average, and each tap costs 4 % of the time of a blurred view. A view without blur has sigma 0 and gets 1 tap.
+        taps_within_3_sigma = 2 * np.ceil(3 * plan.blur_sigma) + 1
+        taps = np.minimum(recipe.blur_window, taps_within_3_sigma)
+        # DALI accepts no sigma of 0.
+        sigma = np.maximum(plan.blur_sigma, 0.01)
+        fields += [sigma.astype(np.float32), taps.astype(np.int32)]
+    # The fields are (N, d, ...); the graph takes all fields of view 0, then those of view 1, ...
     return [np.ascontiguousarray(f[:, view]) for view in range(recipe.num_views) for f in fields]
 
 
 def eval_arrays(recipe: ViewsConfig, heights: NDArray[np.integer], widths: NDArray[np.integer]) -> list[NDArray]:
-    """The graph's inputs for evaluation, roi start and end (N, 2): as if the shorter edge were resized to
-    `recipe.eval_resize` and the centre cut out, in one resize (sizes and offsets rounded as torchvision does)."""
+    """Return the graph's inputs for evaluation: ROI start and end, each (N, 2).
+
+    One resize has the same effect as resizing the shorter side to `recipe.eval_resize` and cropping the centre. Sizes and
+    offsets are rounded as torchvision rounds them.
+    """
     size = np.stack([heights, widths], axis=-1).astype(np.int64)
-    resized = size * recipe.eval_resize // size.min(axis=-1, keepdims=True)
+    shorter_side = size.min(axis=-1, keepdims=True)
+    # Size of the whole image after the resize, and the corner of the crop in it.
+    resized = size * recipe.eval_resize // shorter_side
     corner = np.rint((resized - recipe.size) / 2)
+    # Transform the crop back to pixels of the stored image.
     scale = size / resized
-    return [(corner * scale).astype(np.float32), ((corner + recipe.size) * scale).astype(np.float32)]
+    start = (corner * scale).astype(np.float32)
+    end = ((corner + recipe.size) * scale).astype(np.float32)
+    return [start, end]
 
 
 def eval_recipe(recipe: ViewsConfig) -> ViewsConfig:
-    """The same pixels without augmentation: one view, no colour, no blur."""
-    return replace(recipe, num_views=1, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
+    """Return the recipe without augmentation: one view, no colour operations, no blur."""
+    return replace(
+        recipe,
+        num_views=1,
+        color_probability=0.0,
+        gray_probability=0.0,
+        blur_probability=0.0,
+    )
 
 
 def view_pipeline(
-    recipe: ViewsConfig, batch_size: int, place: Placement, source: Source, *, decoded: bool = False
+    recipe: ViewsConfig,
+    batch_size: int,
+    place: Placement,
+    source: Source,
+    *,
+    decoded: bool = False,
 ) -> Any:
-    """A built DALI pipeline whose outputs are the d views, uint8 (N, S, S, 3) on the placement's device.
+    """Build a DALI pipeline whose outputs are the d views, uint8 (N, S, S, 3), on the placement's device.
 
-    source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)]; with `decoded` pixels
-    (H, W, 3) in place of encoded images.
+    source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)].
+    decoded: whether `source` returns pixels (H, W, 3) instead of encoded images.
     """
-    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali import fn, pipeline_def
 
-    color, blur = has_color(recipe), recipe.blur_probability > 0
+    color = has_color(recipe)
+    blur = recipe.blur_probability > 0
+    # ROI start and end; A and C; sigma and taps.
     inputs_per_view = 2 + 2 * color + 2 * blur
-    interpolation = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}[recipe.interpolation]
+    use_image_mean = color and recipe.order == "color_first"
 
-    # stream_policy stays at DALI's default. With StreamPolicy.SINGLE, a GPU's JPEG engine, which does not keep to the order of
-    # a stream, could write into memory that the same stream had just given back
+    # stream_policy keeps DALI's default. A GPU's JPEG engine does not follow the order of a stream: with StreamPolicy.SINGLE
+    # it could write into memory that the same stream had just released.
     @pipeline_def(
         batch_size=batch_size,
         num_threads=place.threads,
@@ -107,22 +146,17 @@ def view_pipeline(
         enable_conditionals=True,
     )
     def graph() -> tuple[Any, ...]:
-        encoded, *arrays = fn.external_source(
-            source=source, num_outputs=1 + inputs_per_view * recipe.num_views, batch=True
-        )
+        # The images are the first input, then come the inputs of each view.
+        num_inputs = 1 + inputs_per_view * recipe.num_views
+        encoded, *arrays = fn.external_source(source=source, num_outputs=num_inputs, batch=True)
         image = on_device(encoded, place) if decoded else decode(encoded, place)
-        image_mean = _mean(image) if color and recipe.order == "color_first" else None
+        image_mean = _mean(image) if use_image_mean else None
         views = []
         for view in range(recipe.num_views):
-            start, end, *rest = arrays[view * inputs_per_view : (view + 1) * inputs_per_view]
-            v = fn.resize(
-                image,
-                size=(recipe.size, recipe.size),
-                roi_start=start,
-                roi_end=end,
-                antialias=True,
-                interp_type=interpolation,
-            )
+            first_input = view * inputs_per_view
+            start, end, *rest = arrays[first_input : first_input + inputs_per_view]
+            v = _resize(image, start, end, recipe)
+            # A and C follow start and end; sigma and taps come last.
             if color:
                 v = _affine(v, rest[0], rest[1], image_mean, place)
             if blur:
@@ -130,26 +164,30 @@ def view_pipeline(
             views.append(v)
         return tuple(views)
 
+    # Building the pipeline allocates its buffers and starts its threads.
     pipe = graph()
     pipe.build()
     return pipe
 
 
 def decode(encoded: Any, place: Placement) -> Any:
-    """RGB pixels as stored (no EXIF turning) of encoded images, each decoded whole: nvImageCodec 0.9, which DALI 2.4 needs,
-    is reported to end the process where an H100 decodes a window of a JPEG, even one as large as the image.
+    """Decode whole images to RGB pixels as stored, ignoring the EXIF orientation.
 
-    The decoder's input depends on the shape, which is read first: bytes that are not an image raise an error there, and no
-    device's decoder sees them.
+    Images are always decoded as a whole: nvImageCodec 0.9, which DALI 2.4 needs, is reported to end the process when an H100
+    decodes a window of a JPEG, even one as large as the image.
+
+    The decoder's input is made to depend on the image's shape, so DALI has to read the shape first. Bytes that are not an
+    image raise an error there and never reach a decoder.
     """
     from nvidia.dali import fn, types
 
     shape = fn.peek_image_shape(encoded, adjust_orientation=False)
-    # -1 for whatever shape was read: reshape takes it for the number of bytes, and copies nothing
-    as_it_is = fn.cast(fn.slice(shape, start=[0], shape=[1], axes=[0]) * 0 - 1, dtype=types.INT32)
+    # This is -1 whatever the shape is. reshape replaces -1 by the number of bytes and copies nothing.
+    height = fn.slice(shape, start=[0], shape=[1], axes=[0])
+    same_length = fn.cast(height * 0 - 1, dtype=types.INT32)
     on_gpu = {} if place.device_id is None else _gpu_decoder(place)
     return fn.decoders.image(
-        fn.reshape(encoded, shape=as_it_is),
+        fn.reshape(encoded, shape=same_length),
         adjust_orientation=False,
         output_type=types.RGB,
         device="cpu" if place.device_id is None else "mixed",
@@ -158,44 +196,72 @@ def decode(encoded: Any, place: Placement) -> Any:
 
 
 def on_device(pixels: Any, place: Placement) -> Any:
-    """Images that are decoded already, where the rest of the graph works."""
+    """Move images that are already decoded to the device on which the rest of the graph runs."""
     from nvidia.dali import fn
 
-    pixels = fn.reshape(pixels, layout="HWC")  # without a layout a blur would mix channels
+    pixels = fn.reshape(pixels, layout="HWC")  # without a layout a blur would mix the channels
     return pixels if place.device_id is None else pixels.gpu()
 
 
 def _gpu_decoder(place: Placement) -> dict[str, Any]:
-    """Arguments of a decoder on a GPU."""
+    """Return the additional arguments of a decoder on a GPU."""
+    arguments: dict[str, Any] = {"hw_decoder_load": place.hw_decoder_load}
+    # Without a hint the decoder allocates its buffers when the first images arrive.
     width, height = place.decoder_hint
-    hints = {"preallocate_width_hint": width, "preallocate_height_hint": height} if width and height else {}
-    return {"hw_decoder_load": place.hw_decoder_load, **hints}
+    if width and height:
+        arguments["preallocate_width_hint"] = width
+        arguments["preallocate_height_hint"] = height
+    return arguments
 
 
 def _mean(image: Any) -> Any:
-    """Mean pixel of each image, (1, 3) float."""
+    """Return the mean pixel of each image, (1, 3) float."""
     from nvidia.dali import fn, types
 
-    return fn.reshape(fn.reductions.mean(image, axes=[0, 1], dtype=types.FLOAT), shape=[1, 3])
+    # coord_transform takes pixels in rows, so the mean is a single row.
+    mean = fn.reductions.mean(image, axes=[0, 1], dtype=types.FLOAT)
+    return fn.reshape(mean, shape=[1, 3])
+
+
+def _resize(image: Any, start: Any, end: Any, recipe: ViewsConfig) -> Any:
+    """Crop each image to the window from `start` to `end` and resize it to the size of a view."""
+    from nvidia.dali import fn, types
+
+    interpolations = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}
+    return fn.resize(
+        image,
+        size=(recipe.size, recipe.size),
+        roi_start=start,
+        roi_end=end,
+        antialias=True,
+        interp_type=interpolations[recipe.interpolation],
+    )
 
 
 def _affine(view: Any, a: Any, c: Any, image_mean: Any | None, place: Placement) -> Any:
-    """A x + C m, rounded and clamped to uint8; m is the view's own mean where no image's is given.
+    """Return A x + C m, rounded and clamped to uint8. m is `image_mean` or, if that is None, the view's own mean.
 
-    An argument of coord_transform has to be a CPU input, so on a GPU the shift, computed there, is added as a 1x1 image.
+    An argument of coord_transform has to be a CPU input. On a GPU the shift C m is computed on the GPU, so it is added as a 1x1
+    image instead.
     """
     from nvidia.dali import fn, types
 
+    # C m has the shape of one pixel.
     shift = fn.coord_transform(_mean(view) if image_mean is None else image_mean, M=c)
     if place.device_id is None:
         return fn.coord_transform(view, M=a, T=fn.reshape(shift, shape=[3]), dtype=types.UINT8)
-    moved = fn.coord_transform(view, M=a, dtype=types.FLOAT) + fn.reshape(shift, shape=[1, 1, 3])
+    scaled = fn.coord_transform(view, M=a, dtype=types.FLOAT)
+    moved = scaled + fn.reshape(shift, shape=[1, 1, 3])
     return fn.cast(moved, dtype=types.UINT8)
 
 
 def _blur(view: Any, sigma: Any, taps: Any, place: Placement) -> Any:
-    """Blurred where there is more than one tap. On a CPU even a pass of one tap costs a sixth of a view's time, so there
-    DALI takes the batch apart and joins it again; on a GPU, where each part is a launch, one tap it is (neither measured)."""
+    """Blur the views that have more than one tap.
+
+    On a CPU even a pass with one tap takes a sixth of a view's time, so DALI splits the batch there, blurs one part and joins
+    the parts again. On a GPU each part would be another kernel launch, so all views are blurred, some with one tap. (Neither
+    was measured on a GPU.)
+    """
     from nvidia.dali import fn
 
     if place.device_id is None:

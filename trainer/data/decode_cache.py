@@ -1,6 +1,6 @@
-"""Decoded images of a set in memory that the ranks of a node share; the first epoch fills it.
+"""A cache of decoded images in memory that all ranks of a node share; the first epoch fills it.
 
-The memory is an unlinked file of /dev/shm: the system frees it when the last process that holds it ends, however it ends.
+The memory is an unlinked file in /dev/shm: the system frees it when the last process that has it open ends, however it ends.
 """
 
 from __future__ import annotations
@@ -22,42 +22,47 @@ _GIB = 2**30
 
 
 def decoded_bytes(index: Index) -> int:
-    """Return the size of all images of a set when decoded, in bytes: 3 a pixel."""
-    return int(3 * (index.heights.astype(np.int64) * index.widths).sum())
+    """Return the total size of the decoded images of a data set in bytes, 3 for each pixel."""
+    return int(_image_bytes(index).sum())
 
 
 def check_cache_size(index: Index, max_gib: float) -> None:
-    """Raise InputError if the decoded set does not fit into `max_gib`."""
+    """Raise InputError if the decoded images need more than `max_gib` GiB."""
     needed = decoded_bytes(index)
     if needed > max_gib * _GIB:
         raise InputError(
             f"data.decode_cache_gib is {max_gib:g}, but the {len(index)} images take {size_text(needed)} decoded: set it to "
-            "that, if the node has the memory, or to 0 for no cache; `wmse prepare --max_side` makes images smaller"
+            "that if the node has enough memory, or to 0 for no cache; `wmse prepare --max_side` makes images smaller"
         )
 
 
 class DecodeCache:
-    """The cache. Safe to use from many threads and processes: two that decode one image at once write the same pixels."""
+    """A cache of decoded images.
+
+    It is safe to use from many threads and processes: two that decode the same image at the same time write the same pixels.
+    """
+
+    # Layout of the memory: one byte for each image (1 if its pixels are stored), then the pixels of image 0, 1, ...
 
     def __init__(self, index: Index, path: Path, *, create: bool) -> None:
-        """path: file of shared memory, which one rank of the node makes (create) before the others open it. Call `forget_name`
-        when all have opened it. Raises InputError if the node lacks the memory."""
+        """Open the shared memory at `path`.
+
+        create: create the file. One rank of the node does so before the others open it. Call `forget_name` when all ranks
+        have opened it. Raises InputError if the node lacks the memory.
+        """
         self._path = path
+        # Height and width of each image, to restore the shape of its pixels.
         self._shapes = np.stack([index.heights, index.widths], axis=1)
-        sizes = 3 * index.heights.astype(np.int64) * index.widths
-        self._starts = len(index) + np.concatenate([[0], np.cumsum(sizes)])
+        # Image i's pixels lie at starts[i] to starts[i + 1], behind the flags of all images.
+        ends = np.cumsum(_image_bytes(index))
+        self._starts = len(index) + np.concatenate([[0], ends])
         total = int(self._starts[-1])
         try:
             if create:
-                self.forget_name()  # left by a run that was killed before it removed the name
-            flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
-            descriptor = os.open(path, flags, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, total)  # a page that is missing later would kill the process
-                self._memory = np.frombuffer(mmap.mmap(descriptor, total), np.uint8)
-            finally:
-                os.close(descriptor)
+                self.forget_name()  # a run that was killed may have left a file of this name
+            self._memory = _map_file(path, total, create)
         except OSError as error:
+            # Do not leave a partly allocated file behind.
             with contextlib.suppress(OSError):
                 self.forget_name()
             raise InputError(
@@ -70,16 +75,41 @@ class DecodeCache:
         self._path.unlink(missing_ok=True)
 
     def get(self, image_id: int) -> NDArray[np.uint8] | None:
-        """Return (H, W, 3) pixels, not to be written to; None if no process has decoded the image yet."""
-        return self._place(image_id) if self._memory[image_id] else None
+        """Return an image's pixels (H, W, 3), which must not be written to, or None if it has not been decoded yet."""
+        is_stored = self._memory[image_id]
+        return self._pixels(image_id) if is_stored else None
 
     def put(self, image_id: int, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Store (H, W, 3) pixels and return them as stored."""
-        place = self._place(image_id)
-        place[...] = pixels
-        self._memory[image_id] = 1  # set last: a reader that sees it finds the pixels
-        return place
+        """Store an image's pixels (H, W, 3) and return the stored copy."""
+        # Two processes may store the same image at the same time; both write the same bytes.
+        stored = self._pixels(image_id)
+        stored[...] = pixels
+        self._memory[image_id] = 1  # set last: a reader that sees the flag finds all pixels
+        return stored
 
-    def _place(self, image_id: int) -> NDArray[np.uint8]:
+    def _pixels(self, image_id: int) -> NDArray[np.uint8]:
+        # The cache is one flat array: cut out the image and restore its shape.
         height, width = self._shapes[image_id]
-        return self._memory[self._starts[image_id] : self._starts[image_id + 1]].reshape(height, width, 3)
+        start = self._starts[image_id]
+        end = self._starts[image_id + 1]
+        return self._memory[start:end].reshape(height, width, 3)
+
+
+def _image_bytes(index: Index) -> NDArray[np.int64]:
+    """Return the size of each decoded image in bytes, (n,)."""
+    return 3 * index.heights.astype(np.int64) * index.widths
+
+
+def _map_file(path: Path, num_bytes: int, create: bool) -> NDArray[np.uint8]:
+    """Map a file of shared memory as an array (num_bytes,). Raises OSError."""
+    # O_NOFOLLOW: another user may have put a symbolic link there. O_EXCL: the file must be new.
+    flags = os.O_RDWR | os.O_NOFOLLOW
+    if create:
+        flags |= os.O_CREAT | os.O_EXCL
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        # Allocate all pages now: a page that can't be allocated later would kill the process.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+    finally:
+        os.close(descriptor)

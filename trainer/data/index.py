@@ -1,4 +1,7 @@
-"""The images of a split on disk: label, size in pixels, name and place of the bytes of each, in tar shards or as files."""
+"""The index of a split's images on disk.
+
+It knows the label, the size in pixels, the name and the location of the bytes of each image, in tar shards or as files.
+"""
 
 import logging
 import os
@@ -42,22 +45,27 @@ from trainer.data.tar_shards import (
 )
 from trainer.errors import InputError
 
-_RULES = 2  # raised when the same files give another index, so that indices of earlier versions are rebuilt
-MAX_OPEN_SHARDS = 256  # well below the usual limit of 1,024 open files; shards beyond it are opened for each read
+_RULES = 2  # increased when the same files give a different index, so that indices of earlier versions are rebuilt
+MAX_OPEN_SHARDS = 256  # well below the usual limit of 1,024 open files; further shards are opened for each read
 
 _log = logging.getLogger(__name__)
 
 
 class Index:
-    """The images of one split, memory-mapped; made by `open_index`. Safe to use from many threads.
+    """The images of one split, memory-mapped; `open_index` opens it. Safe to use from many threads.
 
-    labels, heights, widths: (n,) int32, n = len(index); label -1: none; pixels as stored. class_names: by label. root: folder
-    of the set. fingerprint: equal only for the same images, order and labels.
+    labels: (n,) int32, n = len(index); -1 for an image without a label.
+    heights, widths: (n,) int32, in pixels as stored.
+    class_names: the name of each label.
+    root: folder of the data set.
+    fingerprint: equal only for the same images in the same order with the same labels.
     """
 
     def __init__(self, path: Path, root: Path, shards: list[Path] | None = None) -> None:
         metadata, columns = read_index(path)
-        check_contents(path, metadata, columns, None if shards is None else len(shards))
+        num_shards = None if shards is None else len(shards)
+        check_contents(path, metadata, columns, num_shards)
+        # What an index of images always has; `check_contents` has verified it.
         self.split: str = metadata["split"]
         self.class_names: list[str] = metadata["class_names"]
         self.fingerprint: str = metadata["fingerprint"]
@@ -65,9 +73,12 @@ class Index:
         self.heights: npt.NDArray[np.int32] = columns["height"]
         self.widths: npt.NDArray[np.int32] = columns["width"]
         self._columns: Columns = columns
-        self.root, self.path = root, path
+        self.root = root
+        self.path = path
+        # Where the bytes are: in a folder, or in shards.
         self._folder = root / self.split
         self._shards = shards
+        # Number of a shard -> its open file. The lock is held only to open another one.
         self._descriptors: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -75,29 +86,34 @@ class Index:
         return len(self.labels)
 
     def __del__(self) -> None:
+        # The attribute is missing if __init__ raised an error.
         for descriptor in getattr(self, "_descriptors", {}).values():
             os.close(descriptor)
 
     @property
     def is_folder(self) -> bool:
-        """Whether the images are files of a folder, not in shards."""
+        """Return whether the images are files in a folder and not members of shards."""
         return self._shards is None
 
     def kind(self, i: int) -> Literal["direct", "convert"]:
-        """Whether DALI decodes image i's bytes as they are, or must get `image_probe.to_direct` of them."""
+        """Return "direct" if DALI decodes image i as it is, "convert" if `image_probe.to_direct` has to convert it first."""
         return "convert" if self._columns["kind"][i] else "direct"
 
     def name(self, i: int) -> str:
-        """Image i's name for messages: CLASS/FILE or SHARD/MEMBER, with control characters escaped."""
+        """Return image i's name for messages: CLASS/FILE or SHARD/MEMBER, with control characters escaped."""
         if self._shards is None:
             return printable(self._file_name(i))
-        return printable(f"{self._shards[self._columns['shard'][i]].name}/{self._base_name(i)}")
+        shard = self._shards[self._columns["shard"][i]]
+        return printable(f"{shard.name}/{self._base_name(i)}")
 
     def place(self, i: int) -> tuple[Path, int, int]:
-        """Return (shard, offset in bytes, number of bytes) of image i; for sets of shards only."""
+        """Return (shard, offset in bytes, number of bytes) of image i; only if the images are in shards."""
         assert self._shards is not None
+        # The position is stored in blocks, which fits into 32 bits for shards up to 2 TiB.
         number = int(self._columns["shard"][i])
-        return self._shards[number], TAR_BLOCK * int(self._columns["block"][i]), int(self._columns["nbytes"][i])
+        offset = TAR_BLOCK * int(self._columns["block"][i])
+        nbytes = int(self._columns["nbytes"][i])
+        return self._shards[number], offset, nbytes
 
     def read(self, i: int) -> bytes:
         """Read image i's bytes. Raises OSError naming the file if it is missing, cut off or unreadable."""
@@ -107,53 +123,73 @@ class Index:
         try:
             data = self._read_shard(int(self._columns["shard"][i]), nbytes, offset)
         except OSError as error:
-            error.filename = error.filename or str(shard)  # pread leaves it out
+            error.filename = error.filename or str(shard)  # pread does not set it
             raise
+        # A short read means that the shard was cut after it was indexed.
         if len(data) != nbytes:
-            raise OSError(f"{shard}: cut off: image {self.name(i)} has {len(data)} of {nbytes} bytes")
+            name = self.name(i)
+            raise OSError(f"{shard}: cut off: image {name} has {len(data)} of {nbytes} bytes")
         return data
 
     def _file_name(self, i: int) -> str:
         return file_name(self.class_names, self.labels[i], self._base_name(i))
 
     def _base_name(self, i: int) -> str:
+        # All names are stored one after the other; a name begins where the one before it ends.
         ends = self._columns["name_end"]
         start = ends[i - 1] if i else 0
-        return self._columns["names"][start : ends[i]].tobytes().decode("utf-8", "surrogateescape")
+        encoded = self._columns["names"][start : ends[i]].tobytes()
+        return encoded.decode("utf-8", "surrogateescape")
 
     def _read_shard(self, number: int, nbytes: int, offset: int) -> bytes:
+        """Read bytes from a shard, and once more after reopening it if the first read fails. Raises OSError."""
         assert self._shards is not None
-        descriptor = self._descriptors.get(number)
+        path = self._shards[number]
+        descriptor = self._open_shard(number, path)
+        # There are too many shards to keep all of them open: open this one for a single read.
         if descriptor is None:
-            with self._lock:
-                if number not in self._descriptors and len(self._descriptors) < _most_open_shards():
-                    self._descriptors[number] = os.open(self._shards[number], os.O_RDONLY)
-            descriptor = self._descriptors.get(number)
+            with path.open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), nbytes, offset)
+        # pread takes the offset as an argument, so threads that share the descriptor do not disturb each other.
+        try:
+            return os.pread(descriptor, nbytes, offset)
+        except OSError:
+            _reopen(path, descriptor)
+            return os.pread(descriptor, nbytes, offset)
+
+    def _open_shard(self, number: int, path: Path) -> int | None:
+        """Return the descriptor of a shard that stays open, or None if too many are open already. Raises OSError."""
+        descriptor = self._descriptors.get(number)
         if descriptor is not None:
-            try:
-                return os.pread(descriptor, nbytes, offset)
-            except OSError:
-                _reopen(self._shards[number], descriptor)
-                return os.pread(descriptor, nbytes, offset)
-        with self._shards[number].open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), nbytes, offset)
+            return descriptor
+        with self._lock:
+            # Another thread may have opened it in the meantime.
+            if number not in self._descriptors and len(self._descriptors) < _most_open_shards():
+                self._descriptors[number] = os.open(path, os.O_RDONLY)
+        return self._descriptors.get(number)
 
 
 def _most_open_shards() -> int:
-    """A quarter of the files that this process may open, at most MAX_OPEN_SHARDS."""
-    return min(MAX_OPEN_SHARDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+    """Return how many shards may stay open: a quarter of the files that this process may open, at most MAX_OPEN_SHARDS."""
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(MAX_OPEN_SHARDS, most_files // 4)
 
 
 def _read_file(folder: Path, name: str) -> bytes:
-    """Read FOLDER/NAME; the name is from an index that may come from elsewhere. Only a plain file is read: a read of a named
-    pipe, for example, could wait for ever."""
+    """Read FOLDER/NAME, where the name is from an index that may come from elsewhere. Raises OSError.
+
+    Only a regular file is read: reading from a named pipe, for example, could block forever.
+    """
+    # The name must not lead out of the folder.
     if not is_inside(name):
         raise OSError(f"{folder}: the index names a file outside of it: {printable(name)}")
     path = folder / name
     with open(path, "rb", buffering=0, opener=open_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
             raise OSError(f"{path}: not a plain file any more")
         try:
+            # readall raises errors without the name of the file.
             return file.readall()
         except OSError as error:
             error.filename = str(path)
@@ -161,9 +197,11 @@ def _read_file(folder: Path, name: str) -> bytes:
 
 
 def _reopen(path: Path, descriptor: int) -> None:
-    """Open the file again under the same descriptor, in one step, since other threads read from it.
+    """Open the file again under the same descriptor, atomically, because other threads may be reading from it.
 
-    On NFS or FUSE an old descriptor may stay unusable after the fault has passed."""
+    On NFS or FUSE an old descriptor may stay unusable after the fault is over. Raises OSError.
+    """
+    # dup2 replaces the old descriptor atomically and keeps its number.
     fresh = os.open(path, os.O_RDONLY)
     try:
         os.dup2(fresh, descriptor, inheritable=False)
@@ -178,13 +216,15 @@ def open_index(
     progress: bool = False,
     max_classes: int = DataConfig.max_classes,
 ) -> Index:
-    """Open one split: of a prepared set (ROOT/SPLIT.index), of other tar shards, or of an image folder (ROOT/SPLIT/CLASS/*;
-    split "." is ROOT itself). max_classes: largest number of classes that labels may count if the shards have no class names.
+    """Open one split of a prepared set (ROOT/SPLIT.index), of other tar shards, or of an image folder (ROOT/SPLIT/CLASS/*).
 
-    The last two are indexed when they are first opened, with a progress display if `progress` is set. The index is kept in
-    `find_cache` and rebuilt when files or classes were added, removed or renamed. If several processes start together, let
-    one open the split first: otherwise each builds the index, which is safe but slow. Raises InputError naming path, problem
-    and expected layout.
+    The split "." is ROOT itself. Other tar shards and image folders are indexed when they are first opened. The index is kept
+    in `find_cache` and rebuilt after files or classes were added, removed or renamed. If several processes start together, let
+    one of them open the split first: otherwise each builds the index, which is safe but slow.
+
+    progress: show the progress of indexing.
+    max_classes: largest number of classes if the shards have labels but no class names.
+    Raises InputError naming path, problem and expected layout.
     """
     root = Path(root).expanduser()
     if not root.is_dir():
@@ -192,43 +232,54 @@ def open_index(
     if not is_inside(split):
         raise InputError(f"the split {split!r} is not inside {root}: give the name of a folder in it, such as train")
     try:
+        # Shards take precedence over a folder of the same name.
         if shards := list_shards(root, split):
             return _open_shards(root, split, shards, progress, max_classes)
         if (root / split).is_dir():
             return _open_folder(root, split, progress)
     except PermissionError as error:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    # Help the user: list what the folder contains.
     found = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
+    contents = some_names(found) or "nothing"
     raise InputError(
-        f"{root}: no split {split!r} in it (it holds: {some_names(found) or 'nothing'}); {LAYOUT}. To train on all images "
-        "below it, give --data.train_split ."
+        f"{root}: no split {split!r} in it (it holds: {contents}); {LAYOUT}. To train on all images below it, give "
+        "--data.train_split ."
     )
 
 
 def open_images(data: DataConfig, split: str, *, progress: bool = False) -> Index:
-    """Open a split of the set that the settings name. Raises InputError as `open_index` does, or if data.root is empty."""
+    """Open a split of the configured data set. Raises InputError if data.root is empty, and as `open_index` does."""
     if not data.root:
         raise InputError("data.root is not set: give --data.root DIR, a prepared set or an image folder")
     return open_index(Path(data.root), split, progress=progress, max_classes=data.max_classes)
 
 
 def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max_classes: int) -> Index:
+    """Open tar shards by the index that `wmse prepare` wrote beside them, or else by an index in the cache."""
     prepared = root / f"{split}.index"
-    needs_cache = not prepared.exists() or any(shard.suffix == ".gz" for shard in packed)
+    # A prepared set may be read-only and needs no cache, unless its shards are compressed.
+    is_compressed = any(shard.suffix == ".gz" for shard in packed)
+    needs_cache = is_compressed or not prepared.exists()
     cache = find_cache(root) if needs_cache else root
+    # Compressed shards are replaced by their uncompressed copies.
     shards = [uncompress_shard(shard, cache) for shard in packed]
     if prepared.exists():
         _check_shards(prepared, shards)
         return Index(prepared, root, shards)
+    # There is no prepared index: use the one in the cache, or build it.
     path = cache / f"{split}.index"
+    # Class names, sizes and modification times tell whether an index in the cache is still valid.
     class_names = read_class_names(root)
     mtimes = [shard.stat().st_mtime_ns for shard in shards]
 
     def unchanged(metadata: dict[str, Any]) -> bool:
-        same_shards = (metadata.get("shards"), metadata.get("mtimes")) == (describe_shards(shards), mtimes)
+        indexed = (metadata.get("shards"), metadata.get("mtimes"))
+        same_shards = indexed == (describe_shards(shards), mtimes)
         return same_shards and class_names in (None, metadata["class_names"]) and _follows_rules(metadata)
 
     if not _is_current(path, unchanged):
+        # Build the index anew and note which shards it describes.
         content, notes = build_shards(shards, split, class_names, progress, max_classes)
         content.metadata["mtimes"] = mtimes
         _keep(path, content, notes)
@@ -236,17 +287,20 @@ def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max
 
 
 def _check_shards(prepared: Path, shards: list[Path]) -> None:
+    """Raise InputError if the shards are not those that the prepared index was built from."""
+    # Compare names and sizes in both directions: shards may be missing, changed or additional.
     expected = read_index(prepared)[0].get("shards", [])
     found = describe_shards(shards)
     for shard in [*expected, *found]:
         if shard not in expected or shard not in found:
             raise InputError(
-                f"{prepared.parent}: {shard[0]} is missing or not of the size that {prepared.name} was made for: prepare the "
-                f"set again, or delete {prepared.name} to have the shards indexed as they are"
+                f"{prepared.parent}: {shard[0]} is missing or does not have the size that {prepared.name} expects: prepare "
+                f"the set again, or delete {prepared.name} to index the shards as they are"
             )
 
 
 def _open_folder(root: Path, split: str, progress: bool) -> Index:
+    # A nested split such as a/b needs a file name without slashes.
     path = find_cache(root) / f"{split.replace('/', '_')}.index"
     if not _is_current(path, lambda metadata: _folder_unchanged(root, split, metadata)):
         _keep(path, *build_folder(root, split, progress))
@@ -254,26 +308,32 @@ def _open_folder(root: Path, split: str, progress: bool) -> Index:
 
 
 def _folder_unchanged(root: Path, split: str, metadata: dict[str, Any]) -> bool:
-    """Compare the modification times of all listed folders: adding, removing or renaming a file changes them, new contents
-    of a file do not."""
+    """Return whether no file or class was added, removed or renamed since the folder was indexed.
+
+    This compares the modification times of all listed folders, which do not change when a file gets new contents.
+    """
+    folder = root / split
     try:
-        unchanged = all((root / split / name).stat().st_mtime_ns == mtime for name, mtime in metadata["folders"])
+        unchanged = all((folder / name).stat().st_mtime_ns == mtime for name, mtime in metadata["folders"])
     except (FileNotFoundError, NotADirectoryError, KeyError):
         return False
     return unchanged and metadata["class_names"] == find_class_names(root, split) and _follows_rules(metadata)
 
 
 def _follows_rules(metadata: dict[str, Any]) -> bool:
-    """Whether the index was built by the rules of this version of the program."""
+    """Return whether the index was built by the rules of this version of the program."""
     return metadata.get("rules") == _RULES
 
 
 def _is_current(path: Path, unchanged: Callable[[dict[str, Any]], bool]) -> bool:
+    """Return whether there is a readable index whose metadata `unchanged` accepts; log why it has to be rebuilt."""
     if not path.exists():
         return False
     try:
-        if unchanged(read_index(path)[0]):
+        metadata, _ = read_index(path)
+        if unchanged(metadata):
             return True
+        # Rebuilding can take minutes, so say why it happens.
         _log.info("the files of %s changed: indexing them again", path)
     except InputError as error:
         _log.warning("%s", error)
@@ -281,23 +341,31 @@ def _is_current(path: Path, unchanged: Callable[[dict[str, Any]], bool]) -> bool
 
 
 def _keep(path: Path, content: IndexContent, notes: list[str]) -> None:
+    """Write a new index and log what it holds."""
     content.metadata["rules"] = _RULES
     write_index(path, content)
     for note in notes:
         _log.warning("%s", note)
+    # The list of skipped files lies next to the index.
     log_left_out(content, path.with_suffix(".bad.txt"))
-    labels, split = content.columns["label"], content.metadata["split"]
+    labels = content.columns["label"]
+    split = content.metadata["split"]
     _log.info("split %s: indexed %d images (%s) in %s", split, len(labels), describe_labels(labels), path)
 
 
 def describe_labels(labels: npt.NDArray[np.integer[Any]]) -> str:
-    """Summarise labels, (n,) with -1 for none, for a log line: the number of classes and of images of each."""
-    counts = np.unique(labels[labels >= 0], return_counts=True)[1]
+    """Summarise labels, (n,) with -1 for none, in a text for a log line: the number of classes and of images in each."""
+    # Images without a label are counted on their own.
+    labelled = labels[labels >= 0]
+    counts = np.unique(labelled, return_counts=True)[1]
     if not counts.size:
         return "no labels"
-    text = f"{len(counts)} class{'es' if len(counts) > 1 else ''} with {counts.min()}"
-    if counts.min() < counts.max():
-        text += f" to {counts.max()} (median {np.median(counts):g})"
-    text += f" image{'s' if counts.max() > 1 else ''} each"
+    fewest = counts.min()
+    most = counts.max()
+    # for example "3 classes with 5 to 9 (median 7) images each, 2 images without a label"
+    text = f"{len(counts)} class{'es' if len(counts) > 1 else ''} with {fewest}"
+    if fewest < most:
+        text += f" to {most} (median {np.median(counts):g})"
+    text += f" image{'s' if most > 1 else ''} each"
     unlabelled = len(labels) - counts.sum()
     return text + (f", {unlabelled} images without a label" if unlabelled else "")

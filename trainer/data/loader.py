@@ -1,10 +1,11 @@
-"""Reads the files of coming steps ahead of need, has DALI draw their views, and hands them over as one tensor.
+"""The loader reads the files of coming steps in advance, lets DALI draw their views, and returns them as one tensor.
 
-Readers (threads) -> one thread that checks the bytes and computes the graph's inputs -> DALI -> view-major buffer.
-A file that is not an image never reaches DALI. An image that can't be used is named once and replaced by the next one of the
-set: that depends on the files alone, so that every restart and any number of ranks replaces it by the same image.
+Reader threads -> one thread that checks the bytes and computes the graph's inputs -> DALI -> view-major buffer.
 
-Shapes: N images of this rank in the step, d views, S pixels a side.
+A file that is not an image never reaches DALI. A skipped image is logged once, and the next image of the data set replaces it.
+The replacement depends on the files alone, so that it is the same after every restart and for any number of ranks.
+
+Shapes: N images of this rank in the step, d views, size S.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from trainer.data.reader import ImageReader
 from trainer.distributed.cores import own_cores
 from trainer.errors import InputError
 
-GPU_THREADS = 8  # of DALI, where the JPEG engine decodes and the SMs do the rest
-HELD_BATCHES = 3  # whose copies a GPU may still owe; a training loop reads its results two steps late
-RESERVED_BYTES = 2 << 30
+GPU_THREADS = 8  # DALI's CPU threads on a GPU, where the JPEG engine decodes and the SMs do the rest
+HELD_BATCHES = 3  # batches that a GPU may still be copying; a training loop reads its results two steps late
+RESERVED_BYTES = 2 << 30  # decoder buffers of a batch that may be allocated at the start
 
 _log = logging.getLogger(__name__)
 
@@ -52,59 +53,72 @@ class Request(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the loader hands over. `views` is overwritten by the next batch."""
+    """One batch of views. The next batch overwrites `views`."""
 
     step: int
     views: torch.Tensor  # (d*N, 3, S, S) uint8, channels_last, view-major, on the device
-    image_ids: NDArray[np.int64]  # (N,) images shown; differs from those asked for where one was replaced
-    wait_seconds: float  # how long the taker waited
+    image_ids: NDArray[np.int64]  # (N,) images shown; differs from the request where an image was replaced
+    wait_seconds: float  # how long the caller waited for the batch
 
 
 class Prepared(NamedTuple):
+    """The inputs of DALI's graph for one step."""
+
     step: int
     image_ids: NDArray[np.int64]
     arrays: list[Any]
 
 
 def dali_threads(config: DataConfig, *, on_gpu: bool) -> int:
-    """Threads of DALI on this rank."""
-    return config.threads or (min(GPU_THREADS, own_cores()) if on_gpu else own_cores())
+    """Return the number of DALI's CPU threads on this rank."""
+    if config.threads:
+        return config.threads
+    return min(GPU_THREADS, own_cores()) if on_gpu else own_cores()
 
 
 def largest_sides(index: Index, max_pixels: int, batch_size: int) -> tuple[int, int]:
-    """Largest width and height of the images that may be read, for `Placement.decoder_hint`.
+    """Return the largest width and height of the images that may be read, for `Placement.decoder_hint`.
 
-    nvJPEG is given both, and the size of a batch. Its manual does not say whether it reserves memory for each image of the
-    batch: for 256 images of 6000 x 6000 that would be 28 GB. So no size is longer than that of squares which take
-    RESERVED_BYTES a batch; for a larger image nvJPEG allocates once more, from DALI's pool.
+    nvJPEG is given both and the batch size. Its manual does not say whether it reserves memory for each image of the batch,
+    which for 256 images of 6000 x 6000 pixels would be 28 GB. Both are therefore limited to the side of a square image of which
+    a batch takes RESERVED_BYTES. nvJPEG allocates once more, from DALI's pool, when it meets a larger image.
     """
-    heights, widths = np.asarray(index.heights, np.int64), np.asarray(index.widths, np.int64)
+    heights = np.asarray(index.heights, np.int64)
+    widths = np.asarray(index.widths, np.int64)
+    # Images beyond the limit are skipped and never decoded.
     usable = heights * widths <= max_pixels
     longest = math.isqrt(RESERVED_BYTES // (3 * batch_size))
-    width, height = (int(sizes[usable].max(initial=1)) for sizes in (widths, heights))
+    width = int(widths[usable].max(initial=1))
+    height = int(heights[usable].max(initial=1))
     return min(width, longest), min(height, longest)
 
 
 def size_at(sizes: Sequence[tuple[int, int]], step: int) -> int:
-    """The views' size in a step. sizes: (first step, size), the first from step 0 on."""
+    """Return the size of the views in a step. sizes: (first step, size) in increasing order, beginning with step 0."""
     return next(size for first, size in reversed(sizes) if step >= first)
 
 
 def train_requests(planner: Planner, sizes: Sequence[tuple[int, int]] = ()) -> Callable[[int], Request]:
-    """The requests of a training run: the plan of each step. sizes: as for `ViewLoader`; a smaller view is the same view
-    drawn smaller, its blur, too."""
+    """Return the function that gives the request of each training step, made from its plan.
+
+    sizes: as for `ViewLoader`. A smaller view shows the same crop at a lower resolution, so its blur shrinks with it.
+    """
 
     def request(step: int) -> Request:
         plan = planner.plan(step)
         if sizes:
-            plan = plan._replace(blur_sigma=plan.blur_sigma * (size_at(sizes, step) / planner.recipe.size))
+            scale = size_at(sizes, step) / planner.recipe.size
+            plan = plan._replace(blur_sigma=plan.blur_sigma * scale)
         return Request(plan.image_ids, lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths))
 
     return request
 
 
 def eval_requests(recipe: ViewsConfig, image_ids: NDArray[np.int64], batch_size: int) -> Callable[[int], Request]:
-    """The requests of an evaluation: `image_ids` in order, one centre crop each; the last batch may be short."""
+    """Return the function that gives the request of each evaluation step.
+
+    Each image of `image_ids` gets one centre crop, in order. The last batch may be smaller.
+    """
 
     def request(step: int) -> Request:
         ids = image_ids[step * batch_size : (step + 1) * batch_size]
@@ -114,14 +128,15 @@ def eval_requests(recipe: ViewsConfig, image_ids: NDArray[np.int64], batch_size:
 
 
 class ViewLoader:
-    """Iterates over the batches of steps first_step <= step < end_step, in order; one iteration at a time.
+    """Iterates over the batches of the steps first_step <= step < end_step, in order; one iteration at a time.
 
-    Threads and pipeline live as long as the iteration. An error of a reader is raised when its step's turn comes.
-    sizes: (first step, size of the views from there on), the first from step 0; none: always the recipe's. A new size is a new
-    pipeline, whose first batch nothing was read ahead for.
-    cache: keeps the images decoded; None: every batch is decoded.
-    quarantine: RUN_DIR/quarantine.jsonl, whose entries before first_step are known from the start and to which `rank`
-    appends; None: nothing is known, nothing written.
+    Threads and pipeline live as long as the iteration. A reader's error is raised when the batch of its step is due.
+
+    sizes: (first step, size of the views from that step on) in increasing order, beginning with step 0; empty: always the
+        recipe's size. A new size needs a new pipeline, for whose first batch nothing has been read in advance.
+    cache: keeps decoded images; None: every batch is decoded.
+    quarantine: RUN_DIR/quarantine.jsonl. Its entries before first_step are known from the start, and new entries of `rank`
+        are appended to it. None: nothing is known, and nothing is written.
     """
 
     def __init__(
@@ -140,33 +155,28 @@ class ViewLoader:
         quarantine: Path | None = None,
         rank: int = 0,
     ) -> None:
-        self._sizes, self._cache = tuple(sizes) or ((0, recipe.size),), cache
+        self._sizes = tuple(sizes) or ((0, recipe.size),)
+        self._cache = cache
         self.index = index
         self.recipe = recipe
         self.requests = requests
         self.first_step = first_step
         self.end_step = end_step
         self.batch_size = batch_size
+        # A resumed run must replace the same images by the same ones as before.
         known = read_quarantine(quarantine, first_step) if quarantine else {}
         self.bad = BadImages(index, config.max_skipped_share, known, quarantine, rank)
         self._reader = ImageReader(index, config.max_image_pixels)
-        on_gpu, hint = device.type == "cuda", config.decoder_hint
-        if on_gpu and not all(hint):
-            hint = largest_sides(index, config.max_image_pixels, batch_size)
-        self._place = Placement(
-            device.index or 0 if on_gpu else None,
-            dali_threads(config, on_gpu=on_gpu),
-            config.prefetch_batches,
-            config.hw_decoder_load,
-            hint,
-        )
+        self._place = _placement(index, config, batch_size, device)
         self._num_readers = config.threads or own_cores()
         self._ahead = config.read_ahead_steps
-        self._pipe: Any = None
-        self._held: deque[tuple[Any, torch.cuda.Event]] = deque()  # DALI's outputs and the end of their copy
         self._device = device
+        self._pipe: Any = None
+        # DALI's outputs that the device may still be copying, each with the event that ends its copy.
+        self._held: deque[tuple[Any, torch.cuda.Event]] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
+        # Reading waits for the disk, so there are many readers. One thread prepares the steps in order.
         self._readers = ThreadPoolExecutor(self._num_readers, "read")
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._source_error: Exception | None = None
@@ -174,38 +184,46 @@ class ViewLoader:
             self._start(self.first_step)
             for step in range(self.first_step, self.end_step):
                 began = time.perf_counter()
+                # The views change their size in this step.
                 if step == self._stop_step:
                     self._start(step)
+                # DALI prepares the next batches while the caller uses this one.
                 outputs, prepared = self._run(step)
                 views = self._collect(outputs, len(prepared.image_ids))
-                yield Batch(step, views, prepared.image_ids, time.perf_counter() - began)
+                wait_seconds = time.perf_counter() - began
+                yield Batch(step, views, prepared.image_ids, wait_seconds)
         finally:
+            # End the threads before the pipeline, and cancel what they have not begun.
             for pool in (self._preparer, self._readers):
                 pool.shutdown(wait=True, cancel_futures=True)
-            self._let_go(0)
+            self._release_outputs(0)
             self._pipe = None
 
     def waiting_for(self) -> list[tuple[str, float]]:
-        """(name, seconds) of each image that a reader is waiting for just now, the longest first; from any thread."""
+        """Return (name, seconds) of each image that a reader is waiting for now, longest first. Any thread may call this."""
         return self._reader.waiting_for()
 
     def _start(self, step: int) -> None:
-        """From a step on, as far as the views keep their size."""
-        self._let_go(0)
+        """Build the pipeline for the steps from `step` on, up to the step in which the views change their size."""
+        self._release_outputs(0)
         size = size_at(self._sizes, step)
-        self._stop_step = min([self.end_step, *(first for first, _ in self._sizes if first > step)])
+        later_changes = [first for first, _ in self._sizes if first > step]
+        self._stop_step = min([self.end_step, *later_changes])
         recipe = replace(self.recipe, size=size)
-        # one is enough: on a GPU a batch is copied in the order of the stream that works on the one before
+        # One buffer is enough: on a GPU the copy of a batch is queued on the stream that still uses the batch before it.
+        # view-major: view 0 of all images, then view 1, ...
         shape = (recipe.num_views * self.batch_size, size, size, 3)
         self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._next_step = step
-        self._coming: deque[Future[Prepared]] = deque()
-        self._fed: deque[Prepared] = deque()
+        self._coming: deque[Future[Prepared]] = deque()  # steps being prepared
+        self._fed: deque[Prepared] = deque()  # steps given to DALI whose outputs have not been taken
+        # With a cache the readers decode the images, and DALI gets pixels.
         decoded = self._cache is not None
         self._pipe = view_pipeline(recipe, self.batch_size, self._place, self._source, decoded=decoded)
 
     def _source(self) -> list[Any]:
-        """Called by DALI, in the thread that runs the pipeline, for each batch."""
+        """Return the graph's inputs for the next batch. DALI calls this in the thread that runs the pipeline."""
+        # Keep `read_ahead_steps` further steps in preparation.
         while len(self._coming) <= self._ahead and self._next_step < self._stop_step:
             self._coming.append(self._preparer.submit(self._prepare, self._next_step))
             self._next_step += 1
@@ -214,48 +232,61 @@ class ViewLoader:
         try:
             prepared = self._coming.popleft().result()
         except Exception as error:
+            # DALI raises this error again from run(); remember it to recognise it there.
             self._source_error = error
             raise
         self._fed.append(prepared)
         return prepared.arrays
 
     def _run(self, step: int) -> tuple[Any, Prepared]:
-        """DALI's outputs for the step. A file whose damage only the decoder sees costs a new pipeline, not the run; nor does a
-        batch that fails once, though each of its images can be decoded."""
+        """Return DALI's outputs for the step and the inputs they were made from.
+
+        If DALI fails, the images to blame are converted or replaced, and a new pipeline runs the step again. If each image of
+        the batch can be decoded on its own, Pillow decodes all of them, once. Raises RuntimeError if nothing helps.
+        """
         while True:
             try:
                 outputs = self._pipe.run()
                 return outputs, self._fed.popleft()
             except RuntimeError as error:
-                if error is self._source_error:  # a reader's, not DALI's
+                if error is self._source_error:  # a reader failed, not DALI
                     raise
                 if not self._find_refused() and not self._refuse_batch(step, error):
                     raise RuntimeError(f"DALI failed in step {step}, though every image decodes: {error}") from error
+                # Start again with a new pipeline, because a failed one can't be used any more.
                 for future in self._coming:
                     future.cancel()
                 self._start(step)
 
     def _find_refused(self) -> bool:
-        """Decode the images of the batches given to DALI one by one; convert or replace those it refuses. Return whether it
-        did any."""
-        if self._cache is not None:  # DALI was given pixels
+        """Decode the images of all batches given to DALI one by one; return whether DALI refuses any of them.
+
+        Refused images are converted or replaced from now on.
+        """
+        # With a cache, DALI was given pixels that are decoded already.
+        if self._cache is not None:
             return False
-        given = [
-            (prepared.step, int(image_id), data)
-            for prepared in self._fed
-            for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True)
-        ]
+        given = []
+        for prepared in self._fed:
+            for image_id, data in zip(prepared.image_ids, prepared.arrays[0], strict=True):
+                given.append((prepared.step, int(image_id), data))
+        # Decoding takes time, so all reader threads help.
         refused = list(self._readers.map(lambda item: self._is_refused(*item), given))
         return any(refused)
 
     def _refuse_batch(self, step: int, error: RuntimeError) -> bool:
-        """Have Pillow decode the images of the failed batch from now on. Return False where that was done already, and where
-        DALI was given pixels or nothing."""
-        ids = set(self._fed[0].image_ids.tolist()) if self._fed else set()
+        """Let Pillow decode the images of the failed batch from now on.
+
+        Returns False if that was done already, or if DALI was given pixels or nothing.
+        """
+        # The batch that failed is the oldest one that was given to DALI.
+        ids: set[int] = set()
+        if self._fed:
+            ids.update(self._fed[0].image_ids.tolist())
         if self._cache is not None or ids <= self._reader.refused_by_dali:
             return False
         _log.warning(
-            "DALI failed in step %d, though it decodes each of the %d images alone; Pillow decodes them now. DALI's error: %s",
+            "DALI failed in step %d, though it decodes each of the %d images alone: Pillow decodes them now. DALI's error: %s",
             step,
             len(ids),
             printable(str(error)),
@@ -264,7 +295,9 @@ class ViewLoader:
         return True
 
     def _is_refused(self, step: int, image_id: int, data: NDArray[np.uint8]) -> bool:
-        if decode_by_dali(data.tobytes(), on_gpu=self._place.device_id is not None) is not None:
+        """Return whether DALI refuses an image. If so, let Pillow decode it from now on, or skip it."""
+        on_gpu = self._place.device_id is not None
+        if decode_by_dali(data.tobytes(), on_gpu=on_gpu) is not None:
             return False
         try:
             decode_rgb(data.tobytes())
@@ -274,16 +307,28 @@ class ViewLoader:
         return True
 
     def _prepare(self, step: int) -> Prepared:
+        """Read the images of a step, with many threads, and compute the graph's inputs."""
         request = self.requests(step)
+        # The share of skipped images is taken over all images read.
         self.bad.images_read += len(request.image_ids)
-        usable = list(self._readers.map(partial(self._usable, step), request.image_ids.tolist()))
+        # Each reader takes one image at a time; map keeps their order.
+        load = partial(self._usable, step)
+        usable = list(self._readers.map(load, request.image_ids.tolist()))
+        # The arrays depend on the sizes of the images that are really shown.
         ids = np.array([image_id for image_id, _ in usable], dtype=np.int64)
-        arrays = request.arrays(self.index.heights[ids], self.index.widths[ids])
-        return Prepared(step, ids, [[data for _, data in usable], *arrays])
+        images = [data for _, data in usable]
+        heights = self.index.heights[ids]
+        widths = self.index.widths[ids]
+        arrays = request.arrays(heights, widths)
+        return Prepared(step, ids, [images, *arrays])
 
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
-        """The image, or the next one of the set that can be used: bytes that DALI decodes or, with a cache, pixels."""
+        """Return (id, bytes that DALI decodes or, with a cache, pixels) of the image or of the next one that can be used.
+
+        Images that can't be used are skipped and recorded. Raises InputError if no image of the data set can be used.
+        """
         for offset in range(len(self.index)):
+            # The next image of the data set replaces a skipped one; the last is followed by the first.
             candidate = (image_id + offset) % len(self.index)
             if candidate not in self.bad.ids:
                 data, problem = self._load(candidate)
@@ -293,8 +338,13 @@ class ViewLoader:
         raise InputError("no image of the set can be used; run `wmse check-data` on it")
 
     def _load(self, image_id: int) -> tuple[NDArray[np.uint8], str | None]:
-        if self._cache is not None and (pixels := self._cache.get(image_id)) is not None:
-            return pixels, None
+        """Return (bytes or, with a cache, pixels; None), or (nothing of use, what is wrong with the image)."""
+        if self._cache is not None:
+            # Another rank of the node may have decoded the image.
+            pixels = self._cache.get(image_id)
+            if pixels is not None:
+                return pixels, None
+        # Not in the cache: read the file and, with a cache, decode it once for all ranks of the node.
         data, problem = self._reader.read(image_id)
         if problem is None and self._cache is not None:
             try:
@@ -304,21 +354,42 @@ class ViewLoader:
         return np.frombuffer(data, np.uint8), problem
 
     def _collect(self, outputs: Any, count: int) -> torch.Tensor:
-        """The view-major tensor of a batch: the one copy of the pixels."""
+        """Copy DALI's outputs, one for each view, into one view-major tensor. The pixels are copied nowhere else."""
         buffer = self._buffer[: self.recipe.num_views * count]
+        # from_dlpack shares memory with DALI, so copy_ copies the pixels only once.
         for view, output in enumerate(outputs):
-            buffer[view * count : (view + 1) * count].copy_(torch.from_dlpack(output.as_tensor()))
+            pixels = torch.from_dlpack(output.as_tensor())
+            buffer[view * count : (view + 1) * count].copy_(pixels)
         if self._device.type == "cuda":
+            # The copy runs asynchronously. DALI must not overwrite its output before this event.
             copied = torch.cuda.Event(blocking=True)
             copied.record(torch.cuda.current_stream(self._device))
             self._held.append((outputs, copied))
-            self._let_go(HELD_BATCHES)
+            self._release_outputs(HELD_BATCHES)
         return buffer.permute(0, 3, 1, 2)
 
-    def _let_go(self, keep: int) -> None:
-        """Give DALI the outputs back, but for the last `keep` batches', once the device has copied them: DALI writes over them
-        in the order of its own stream, which knows nothing of torch's."""
+    def _release_outputs(self, keep: int) -> None:
+        """Release DALI's outputs except those of the last `keep` batches, as soon as the device has copied them.
+
+        DALI overwrites released outputs on its own stream, which is not synchronised with torch's stream.
+        """
         while len(self._held) > keep:
             _, copied = self._held[0]
             copied.synchronize()
             self._held.popleft()
+
+
+def _placement(index: Index, config: DataConfig, batch_size: int, device: torch.device) -> Placement:
+    """Return the device and the resources of DALI on this rank."""
+    on_gpu = device.type == "cuda"
+    hint = config.decoder_hint
+    # The settings give no hint: derive it from the sizes in the index.
+    if on_gpu and not all(hint):
+        hint = largest_sides(index, config.max_image_pixels, batch_size)
+    return Placement(
+        device_id=(device.index or 0) if on_gpu else None,
+        threads=dali_threads(config, on_gpu=on_gpu),
+        prefetch=config.prefetch_batches,
+        hw_decoder_load=config.hw_decoder_load,
+        decoder_hint=hint,
+    )

@@ -1,14 +1,25 @@
-"""Text for messages: file names, which may hold any byte except a slash and a zero, and sizes."""
+"""Text for messages: sizes, and file names, which may contain any byte except a slash and a zero byte."""
 
 
 def printable(text: str) -> str:
-    """Escape what could change a terminal or fail to encode, as Python writes it: a line end as \\n, ANSI escapes as \\x1b,
-    also bytes that are not UTF-8 and marks that change the direction of writing."""
+    """Escape, as Python does, all characters that could affect a terminal or can't be encoded.
+
+    For example, a line end becomes \\n and an ANSI escape \\x1b. Bytes that are not UTF-8 and marks that change the writing
+    direction are escaped as well.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(map(_escape, text))
+
+
+def _escape(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def size_text(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in MiB if it is small."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes > 0.1 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+    if num_bytes > 0.1 * 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.2f} MiB"

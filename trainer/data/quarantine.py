@@ -1,9 +1,15 @@
-"""Images that can't be used: each named once, counted, and written down so that a resumed run knows them.
+"""Skipped images: each is logged once, counted, and recorded so that a resumed run knows it.
 
-RUN_DIR/quarantine.jsonl, one JSON object a line, appended by all ranks:
-    step (whose images were being prepared), id (of the image in the index), image (its name), problem, rank (that found it)
-A resumed run takes over the entries of the steps before its first one: those shaped what was learnt. What later steps
-found, it finds again where it is still so.
+All ranks append to RUN_DIR/quarantine.jsonl, one JSON object on each line:
+
+    step     the step whose images were being prepared
+    id       the image's number in the index
+    image    its name
+    problem  why it can't be used
+    rank     the rank that found it
+
+A resumed run keeps the entries of the steps before its first step, because they determined the images that were trained on. It
+drops later entries and finds those images again if they still can't be used.
 """
 
 from __future__ import annotations
@@ -22,18 +28,20 @@ from trainer.data.printable import printable
 from trainer.errors import InputError
 from trainer.files import write_text
 
-FEWEST_BAD = 10  # bad images, below which no share stops a run: a few bad files of a small set are no reason to
-FEWEST_FOUND = 100  # bad images found by one rank, below which the share of those it read says too little
+FEWEST_BAD = 10  # fewer skipped images never stop a run: a few bad files in a small data set are no reason to stop
+FEWEST_FOUND = 100  # if one rank found fewer skipped images, their share of the images it read says too little
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class BadImages:
-    """The images of a set that this rank can't use. Safe to use from many threads.
+    """The skipped images of a data set on this rank. Safe to use from many threads.
 
-    known: {id: name} that a resumed run begins with (`read_quarantine`); quarantine: the file that new ones are appended to,
-    None: they are only logged. Raises InputError where already those known are too many.
+    max_share: largest share of skipped images, see data.max_skipped_share.
+    known: {id: name} of the images that a resumed run skips from the start (`read_quarantine`).
+    quarantine: the file that new entries are appended to; None: skipped images are only logged.
+    Raises InputError if the known images alone are too many.
     """
 
     index: Index
@@ -43,66 +51,87 @@ class BadImages:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        count = len(self.index)
-        self.ids = {i for i, name in self.known.items() if i < count and self.index.name(i) == name}
-        if len(self.ids) < len(self.known):
-            stale = len(self.known) - len(self.ids)
+        # An entry counts only if the index still has an image of that name under that number.
+        self.ids = {i for i, name in self.known.items() if self._is_in_index(i, name)}
+        stale = len(self.known) - len(self.ids)
+        if stale > 0:
             _log.warning("%s: ignored %d entries that do not match this set", self.quarantine, stale)
+        # The loader counts the images that it asks for.
         self.images_read = 0
-        self._known = len(self.ids)
-        self._lock = threading.Lock()  # two readers may come upon one bad image, as its own and as a replacement
-        self._stop_where_too_many(f"all named in {self.quarantine}")
+        self._num_known = len(self.ids)
+        self._lock = threading.Lock()  # two readers may find the same image, one of them as a replacement
+        self._check_share(f"all named in {self.quarantine}")
+
+    def _is_in_index(self, image_id: int, name: str) -> bool:
+        return image_id < len(self.index) and self.index.name(image_id) == name
 
     def add(self, image_id: int, problem: str, step: int) -> None:
-        """Name the image, once. Raises InputError where too many are bad."""
+        """Log and record a skipped image, once. Raises InputError if too many images are skipped."""
+        # Only the first reader that finds the image continues.
         with self._lock:
+            # Another reader may have found it first.
             if image_id in self.ids:
                 return
             self.ids.add(image_id)
-            self.images_read += 1  # the image that takes its place
-        name, problem = self.index.name(image_id), printable(problem)
-        _log.warning("can't use %s: %s; the next image of the set takes its place", printable(name), problem)
+            self.images_read += 1  # its replacement is read as well
+        name = self.index.name(image_id)
+        problem = printable(problem)
+        _log.warning("skipped %s: %s; the next image of the set replaces it", printable(name), problem)
+        # Record it for a resumed run.
         if self.quarantine is not None:
-            entry = {"step": step, "id": image_id, "image": name, "problem": problem, "rank": self.rank}
+            entry = {
+                "step": step,
+                "id": image_id,
+                "image": name,
+                "problem": problem,
+                "rank": self.rank,
+            }
             _append(self.quarantine, entry)
-        self._stop_where_too_many(f"the last {name}: {problem}")
+        self._check_share(f"the last {name}: {problem}")
 
-    def _stop_where_too_many(self, what: str) -> None:
-        bad, found = len(self.ids), len(self.ids) - self._known
-        if bad >= FEWEST_BAD and bad > self.max_share * len(self.index):
-            counts, share = f"{bad} of the {len(self.index)} images of the set", bad / len(self.index)
+    def _check_share(self, examples: str) -> None:
+        """Raise InputError if too large a share of the data set, or of the images that this rank has read, is skipped."""
+        skipped = len(self.ids)
+        # Images that earlier runs found do not count here, because the images that those runs read are not known.
+        found = skipped - self._num_known
+        if skipped >= FEWEST_BAD and skipped > self.max_share * len(self.index):
+            counts = f"{skipped} of the {len(self.index)} images of the set"
+            share = skipped / len(self.index)
         elif found >= FEWEST_FOUND and found > self.max_share * self.images_read:
-            # those of earlier runs are left out: the images that were read then are not counted
-            counts, share = f"{found} of the {self.images_read} images read so far", found / max(self.images_read, 1)
+            counts = f"{found} of the {self.images_read} images read so far"
+            share = found / max(self.images_read, 1)
         else:
             return
+        root = printable(str(self.index.root))
         raise InputError(
-            f"{counts} can't be used ({share:.2%}, more than data.max_skipped_share {self.max_share:.2%}), {what}. "
-            f"`wmse check-data {printable(str(self.index.root))}` names every bad file: repair them or raise "
-            "data.max_skipped_share"
+            f"{counts} can't be used ({share:.2%}, more than data.max_skipped_share {self.max_share:.2%}), {examples}. "
+            f"`wmse check-data {root}` names every bad file: repair them or raise data.max_skipped_share"
         )
 
 
 def read_quarantine(path: Path, first_step: int) -> dict[int, str]:
-    """{id: name} of the images that were found bad, by any rank, in steps before `first_step`. Empty where there is no file.
+    """Return {id: name} of the images that any rank skipped in steps before `first_step`; empty if there is no file.
 
-    A line that is not an entry (torn, because a process was killed) is ignored with a warning."""
+    A line that is not an entry, for example because a process was killed while writing it, is ignored with a warning.
+    """
     return {entry["id"]: entry["image"] for entry in _entries_before(path, first_step)}
 
 
 def drop_quarantine_after(path: Path, first_step: int) -> None:
-    """Keep the entries of steps before `first_step`, each image once: the others will be written again.
+    """Keep the entries of steps before `first_step`, each image once; later entries will be written again.
 
-    For the first rank, before any rank appends. A file that needs no change is left alone."""
+    Only the first rank calls this, before any rank appends. The file is not written if it needs no change.
+    """
     kept = "".join(_line(entry) for entry in _entries_before(path, first_step))
     if path.exists() and path.read_bytes() != kept.encode():
         write_text(path, kept)
 
 
 def _entries_before(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """In the file's order; of several about one image the first."""
+    """Return the entries in the file's order; if several are about the same image, only the first."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     entries: dict[int, dict[str, Any]] = {}
+    # A torn line, or one that a user edited, must not stop a run.
     for number, line in enumerate(lines, 1):
         entry = _parse(line)
         if entry is None:
@@ -113,23 +142,31 @@ def _entries_before(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the entry of a line, or None if the line is torn or not an entry."""
     try:
+        # JSON of the wrong shape raises one of the errors below.
         entry = json.loads(line)
-        numbers, texts = [entry["step"], entry["id"]], [entry["image"], entry["problem"]]
+        numbers = [entry["step"], entry["id"]]
+        texts = [entry["image"], entry["problem"]]
     except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: deeply nested brackets
         return None
-    sound = all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(text, str) for text in texts)
-    return entry if sound else None
+    sound_numbers = all(type(n) is int and n >= 0 for n in numbers)
+    sound_texts = all(isinstance(text, str) for text in texts)
+    return entry if sound_numbers and sound_texts else None
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    return json.dumps(entry) + "\n"  # ASCII: a name may hold what UTF-8 can't
+    return json.dumps(entry) + "\n"  # ASCII, because a name may contain what UTF-8 can't encode
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:
-    """One write to the end of the file: lines of several ranks do not mix. (On NFS two nodes may tear each other's line;
-    its image is then found again.) A run does not end for a line that could not be written."""
+    """Append an entry by one write, so that the lines of several ranks do not mix.
+
+    On NFS the lines of two nodes may still tear each other; a resumed run then finds the image again. A line that can't be
+    written is logged and does not stop the run.
+    """
     try:
+        # O_APPEND makes the system write at the end of the file, whoever wrote last.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, _line(entry).encode())

@@ -1,4 +1,4 @@
-"""Write one split as tar shards: which images, in which order, and the bytes of each."""
+"""Write one split as tar shards: choose the images and their order, and convert or downscale the bytes of each."""
 
 import io
 import itertools
@@ -24,11 +24,11 @@ from trainer.files import refuse_machine_fault
 from trainer.progress import with_progress
 
 SHUFFLE_SEED = 0
-READ_AHEAD = 256  # images held in memory between the readers and the tar
+READ_AHEAD = 256  # images held in memory between the readers and the tar file
 
 
 class Sample(NamedTuple):
-    """One image as it goes into a tar: KEY.SUFFIX with its bytes, and its label."""
+    """One image as it is stored in a tar: its bytes in the member KEY.SUFFIX, and its label in KEY.cls."""
 
     key: str
     suffix: str
@@ -37,23 +37,29 @@ class Sample(NamedTuple):
 
 
 class Shrink(NamedTuple):
-    """How to shrink images with a side above `max_side` pixels: they keep their aspect ratio and become JPEGs of `quality`."""
+    """How to downscale images with a side above `max_side` pixels: to JPEGs of `quality`, keeping the aspect ratio."""
 
     max_side: int
     quality: int = 90
 
 
 def choose_images(labels: npt.NDArray[np.int32], limit: int) -> npt.NDArray[np.int64]:
-    """Choose at most `limit` images, equally many of each class as far as it has them; return their ids, shuffled.
+    """Choose at most `limit` images and return their ids, shuffled: (n,) labels -> (min(n, limit),) ids.
 
-    (n,) labels -> (min(n, limit),) ids. Raw Philox output is sorted, since numpy's own shuffles may change between versions.
+    All classes get the same number of images, as far as they have so many. The random order comes from sorting raw Philox
+    output, because numpy's own shuffles may change between versions.
     """
-    order = np.argsort(np.random.Philox(SHUFFLE_SEED).random_raw(len(labels)), kind="stable")
+    random_keys = np.random.Philox(SHUFFLE_SEED).random_raw(len(labels))
+    order = np.argsort(random_keys, kind="stable")
+    # Number the images of each class in random order: rank_in_class[i] images of its class precede image order[i].
     by_class = np.argsort(labels[order], kind="stable")
     sorted_labels = labels[order][by_class]
+    first_of_class = np.searchsorted(sorted_labels, sorted_labels)
     rank_in_class = np.empty(len(labels), np.int64)
-    rank_in_class[by_class] = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
-    return order[np.sort(np.argsort(rank_in_class, kind="stable")[:limit])]
+    rank_in_class[by_class] = np.arange(len(labels)) - first_of_class
+    # Take the first image of each class, then the second of each, ...; then restore the random order.
+    chosen = np.argsort(rank_in_class, kind="stable")[:limit]
+    return order[np.sort(chosen)]
 
 
 def write_shards(
@@ -68,48 +74,68 @@ def write_shards(
     shrink: Shrink | None,
     progress: bool,
 ) -> IndexContent:
-    """Write FOLDER/SPLIT-000000.tar, ... with at most `limit` images; returns the content of their index.
+    """Write FOLDER/SPLIT-000000.tar, ... with at most `limit` images, and return the content of their index.
 
-    bad: (name, problem) of the files known to be unusable; those found here are added in the index's own list. Raises
-    InputError if no image can be used."""
+    bad: (name, problem) of the files already skipped; the index lists these and those that are skipped here.
+    Raises InputError if no image can be used.
+    """
     bad = list(bad)
-    samples = _read_samples(images, choose_images(images.labels, limit).tolist(), shrink, bad)
+    ids = choose_images(images.labels, limit).tolist()
+    # The samples are read lazily, while the shards are written.
+    samples = _read_samples(images, ids, shrink, bad)
+    # Samples are read while the shards are written, so at most READ_AHEAD images are in memory.
     numbered = enumerate(with_progress(samples, limit, f"write {split}", progress))
+    # Cut the stream of samples into shards of `images_per_shard`.
     for number, shard in itertools.groupby(numbered, lambda item: item[0] // images_per_shard):
-        with tarfile.open(folder / f"{split}-{number:06d}.tar", "w", encoding="utf-8") as tar:
+        path = folder / f"{split}-{number:06d}.tar"
+        with tarfile.open(path, "w", encoding="utf-8") as tar:
             for _, sample in shard:
+                # Image and label of a sample must be adjacent.
                 _add_member(tar, f"{sample.key}.{sample.suffix}", sample.data)
                 _add_member(tar, f"{sample.key}.cls", str(sample.label).encode())
-    if not (shards := list_shards(folder, split)):
+    shards = list_shards(folder, split)
+    if not shards:
         raise InputError(f"split {split}: none of its images can be used; the first: {': '.join(bad[0])}")
+    # Index the shards that were written, not the source: the index must match their bytes.
     content, _ = build_shards(shards, split, class_names, progress)
     content.bad = bad
     return content
 
 
 def _read_samples(
-    images: Index | ArraySplit, ids: list[int], shrink: Shrink | None, bad: list[tuple[str, str]]
+    images: Index | ArraySplit,
+    ids: list[int],
+    shrink: Shrink | None,
+    bad: list[tuple[str, str]],
 ) -> Iterator[Sample]:
-    """Yield the usable images in the order of `ids`, read by threads; append the others to `bad`."""
-    keys: set[str] = set()
+    """Yield the usable images in the order of `ids` and append the others to `bad`. Many threads read the images."""
+    keys: set[str] = set()  # keys in use
     with ThreadPoolExecutor(READ_THREADS) as pool:
         for start in range(0, len(ids), READ_AHEAD):
             window = ids[start : start + READ_AHEAD]
+            # map keeps the order of the ids.
             found = pool.map(lambda i: _read_image(images, i, shrink), window)
             for i, (data, suffix, problem) in zip(window, found, strict=True):
+                name = images.name(i)
                 if problem:
-                    bad.append((images.name(i), problem))
+                    bad.append((name, problem))
                 else:
-                    yield Sample(_new_key(images.name(i), keys), suffix, data, int(images.labels[i]))
+                    key = _new_key(name, keys)
+                    yield Sample(key, suffix, data, int(images.labels[i]))
 
 
 def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tuple[bytes, str, str]:
-    """Return (bytes for the tar, suffix, problem) of image i; the problem is empty if it can be used."""
+    """Return (bytes for the tar, suffix, problem) of image i; the problem is empty if the image can be used.
+
+    Raises InputError if the machine is at fault and not the image.
+    """
     try:
         data = images.read(i)
         info = inspect_image(data, DataConfig.max_image_pixels)
-        if shrink is not None and info.kind != "bad" and max(info.height, info.width) > shrink.max_side:
+        longer_side = max(info.height, info.width)
+        if shrink is not None and info.kind != "bad" and longer_side > shrink.max_side:
             return shrunk_jpeg(data, shrink), "jpg", ""
+        # DALI can't decode the rarer kinds, so they are stored as PNG.
         if info.kind == "convert":
             return to_direct(data), "png", ""
     except OSError as error:
@@ -117,25 +143,36 @@ def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tu
         return b"", "", str(error)
     except InputError as error:
         return b"", "", str(error)
-    return data, "jpg" if info.format == "JPEG" else "png", info.problem
+    suffix = "jpg" if info.format == "JPEG" else "png"
+    return data, suffix, info.problem
 
 
 def shrunk_jpeg(data: bytes, shrink: Shrink) -> bytes:
-    """Resize the image so that its longer side is max_side (Lanczos); return it as JPEG without EXIF.
+    """Resize an image (Lanczos) so that its longer side is max_side, and return it as JPEG without EXIF data.
 
-    Raises InputError for damaged bytes."""
-    picture = decode_rgb(data)
-    factor = shrink.max_side / max(picture.size)
-    size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
+    Raises InputError for damaged bytes.
+    """
+    image = decode_rgb(data)
+    # Keep the aspect ratio; no side may become 0.
+    factor = shrink.max_side / max(image.size)
+    width = max(1, round(image.width * factor))
+    height = max(1, round(image.height * factor))
+    resized = image.resize((width, height), Image.Resampling.LANCZOS)
     jpeg = io.BytesIO()
-    picture.resize(size, Image.Resampling.LANCZOS).save(jpeg, "JPEG", quality=shrink.quality)
+    resized.save(jpeg, "JPEG", quality=shrink.quality)
     return jpeg.getvalue()
 
 
 def _new_key(name: str, keys: set[str]) -> str:
-    """The file's base name without suffix, made unique; dots end a key in the WebDataset convention."""
+    """Return the file's base name without suffix as a key that is not in `keys` yet, and add it to `keys`.
+
+    Dots are replaced, because a key ends at the first dot in the WebDataset convention.
+    """
+    # Only the last part of the path is used.
     base = name.rpartition("/")[2]
-    stem = (base.rpartition(".")[0] or base).replace(".", "_")
+    stem = base.rpartition(".")[0] or base
+    stem = stem.replace(".", "_")
+    # Files in different folders may have the same name.
     key = stem
     while key in keys:
         key = f"{stem}_{len(keys)}"
@@ -145,6 +182,7 @@ def _new_key(name: str, keys: set[str]) -> str:
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)  # owner and time stay 0: the same input gives the same bytes
+    """Append a regular file to the tar."""
+    info = tarfile.TarInfo(name)  # owner and time stay 0, so that the same input gives the same bytes
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))
