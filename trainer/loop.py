@@ -26,7 +26,7 @@ from trainer.distributed.process_group import peers, process_group, step_seconds
 from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import DONE, PREEMPTED, InputError, TrainingFailedError, exit_code_of
 from trainer.files import describe_os_error
-from trainer.metrics import Clock, DelayedMetrics, MetricSums, MetricsWriter, count_bad_images
+from trainer.metrics import Clock, DelayedMetrics, MetricSums, MetricsWriter, count_skipped_images
 from trainer.run.commit import git_commit
 from trainer.run.faults import FaultCounter
 from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
@@ -215,7 +215,7 @@ def _read_records(
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
     """Return the memory and the number of skipped images for a logged line."""
     used, limit = memory_gib(run.device)
-    skipped_images = count_bad_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
+    skipped_images = count_skipped_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
     return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "skipped_images": skipped_images}
 
 

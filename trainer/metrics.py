@@ -282,7 +282,7 @@ def describe_line(values: Mapping[str, Any], metrics: Mapping[str, Metric], end_
     return "  ".join([*head, *shown, f"ETA {time_left}"])
 
 
-def count_bad_images(quarantine: Path, own: int) -> int:
+def count_skipped_images(quarantine: Path, own: int) -> int:
     """Count the images that any rank could not use, from the file that all ranks append to. own: the count of this rank, for
     the case that the file could not be written."""
     try:

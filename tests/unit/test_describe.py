@@ -29,7 +29,7 @@ def test_numbers_of_the_plan(tiny_config: Path) -> None:
     assert "computed by groups" not in "\n".join(plan_lines(config, 50, 1))
 
 
-def test_parts_and_early_sides_are_said(tiny_config: Path) -> None:
+def test_micro_batches_and_early_sizes_are_described(tiny_config: Path) -> None:
     words = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sizes", "[16,24]",
              "--views.early_size_epochs", "[1,2]"]  # fmt: skip
     text = "\n".join(plan_lines(load_config(tiny_config, words), 640, 2))

@@ -23,7 +23,7 @@ from trainer.metrics import (
     MetricSums,
     MetricsWriter,
     all_metrics,
-    count_bad_images,
+    count_skipped_images,
     describe_line,
     effective_rank,
 )
@@ -152,15 +152,15 @@ def test_the_log_line_of_a_long_run() -> None:
     assert "skipped steps 20  skipped images 3" in text
 
 
-def test_bad_images_of_all_ranks_are_counted_once(tmp_path: Path) -> None:
+def test_skipped_images_of_all_ranks_are_counted_once(tmp_path: Path) -> None:
     quarantine = tmp_path / "quarantine.jsonl"
-    assert count_bad_images(quarantine, 2) == 2  # the file could not be written
+    assert count_skipped_images(quarantine, 2) == 2  # the file could not be written
     with quarantine.open("a") as file:
         for rank, image in ((0, 3), (1, 3), (1, 9), (0, 12)):
             entry = {"step": 5, "id": image, "image": f"{image}.jpg", "problem": "torn", "rank": rank}
             file.write(json.dumps(entry) + "\n")
             file.flush()
-            count = count_bad_images(quarantine, 2)
+            count = count_skipped_images(quarantine, 2)
     assert count == 3
 
 

@@ -23,7 +23,7 @@ def check(config: Config, *, method: bool = True) -> list[str]:
         *(config.method_settings.problems(config) if method else []),
         *_other_methods(config),
         *(_micro_batches(config) if method else []),
-        *_early_sides(config),
+        *_early_sizes(config),
         *_precision(config),
         *_optimizer(config.optimizer),
     ]
@@ -105,7 +105,7 @@ def divisors(number: int) -> str:
     return ", ".join(map(str, found)) or "1"
 
 
-def _early_sides(config: Config) -> list[str]:
+def _early_sizes(config: Config) -> list[str]:
     sizes = config.views.early_sizes
     ends = config.views.early_size_epochs
     epochs = config.optimizer.epochs
