@@ -47,16 +47,19 @@ def _size(sizes, number, ALIGNED: tl.constexpr):
 
 @triton.jit
 def squares(
-    places, sizes, first, owner, sums, weight_decay, num_tensors, num_chunks,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the sums of w^2 and of (g + weight_decay w)^2 in each chunk to sums (2, num_chunks). Grid: (num_chunks,).
-
-    places: addresses of num_tensors weights, then of their gradients, then of their momentum buffers.
-    sizes: number of elements of each tensor.
-    first: number of each tensor's first chunk; an additional last entry is the number of chunks.
-    owner: number of the tensor of each chunk.
-    """
+    places,  # (3 * num_tensors,), addresses of the weights, then of their gradients, then of their momentum buffers
+    sizes,  # (num_tensors,), number of elements of each tensor
+    first,  # (num_tensors + 1,), number of each tensor's first chunk, and num_chunks
+    owner,  # (num_chunks,), number of the tensor of each chunk
+    sums,  # (2, num_chunks), written
+    weight_decay,
+    num_tensors,
+    num_chunks,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the sums of w^2 and of (g + weight_decay w)^2 in each chunk. Grid: (num_chunks,)."""
     chunk = tl.program_id(0)
     t = tl.load(owner + chunk)
     w = _tensor(places, t, ALIGNED)
@@ -79,9 +82,23 @@ def squares(
 
 @triton.jit
 def update(
-    places, sizes, first, owner, sums, failed, rate, momentum, weight_decay, trust_coefficient, num_tensors, num_chunks,
-    ADAPT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    places,  # the tables, as in `squares`
+    sizes,
+    first,
+    owner,
+    sums,  # (2, num_chunks); read only if ADAPT
+    failed,  # float32, 0-d
+    rate,  # learning rate
+    momentum,
+    weight_decay,
+    trust_coefficient,
+    num_tensors,
+    num_chunks,
+    ADAPT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Set v = momentum v + rate trust (g + weight_decay w), then w = w - v. Grid and tables as in `squares`.
 
     ADAPT: trust = trust_coefficient |w| / |g + weight_decay w|, or 1 if either norm is 0. Without ADAPT, trust is 1, and `sums`
@@ -172,7 +189,7 @@ class GroupUpdate:
             return
         device = weights[0].device
         numels = [w.numel() for w in weights]
-        # Addresses change more often than sizes: gradients are allocated anew in each step.
+        # Addresses change whenever gradients are allocated anew; sizes hardly ever change.
         if numels != self._numels:
             self._build_chunks(numels, device)
         for w, g, v in zip(weights, gradients, buffers, strict=True):

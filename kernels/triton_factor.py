@@ -105,14 +105,24 @@ def _eliminate(a, w_pp, first, K, PANEL: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def factor(
-    a, mean, variance, u, ok, min_pivot, eps, resolution, input_noise, K,
-    SHRINK: tl.constexpr, PANEL: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Replace the covariances a (B, K, K) by W in place; write u (B, K, K) = L^T if SHRINK, ok and min_pivot (B,).
+    a,  # (B, K, K), covariances; replaced by W
+    mean,  # (B, K)
+    variance,  # (B, K)
+    u,  # (B, K, K), written if SHRINK: L^T
+    ok,  # (B,), written
+    min_pivot,  # (B,), written
+    eps,
+    resolution,
+    input_noise,
+    K,
+    SHRINK: tl.constexpr,
+    PANEL: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of 2, at least K
+):
+    """Factor the covariances and replace them by W in place; judge the pivots. Grid: (B,).
 
-    If a slice is not ok, its W is undefined. mean, variance: (B, K). A pivot counts as sound if it exceeds
-    resolution * variance + input_noise * mean^2, see `whitening_reference.judge_factor`. WIDTH: power of 2, at least K.
-    Grid: (B,).
+    If a slice is not ok, its W is undefined. A pivot counts as sound if it exceeds
+    resolution * variance + input_noise * mean^2, see `whitening_reference.judge_factor`.
     """
     b = tl.program_id(0).to(tl.int64)
     a += b * K * K

@@ -83,14 +83,22 @@ def _store_rows(x, first, columns, values, ok, M, K, ROWS: tl.constexpr):
 
 
 @triton.jit
-def covariance(x, cov, mean, variance, M, K, ROWS: tl.constexpr, TILE: tl.constexpr):
+def covariance(
+    x,  # (B, M, K)
+    cov,  # (B, K, K), written
+    mean,  # (B, K), written
+    variance,  # (B, K), written
+    M,
+    K,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Compute cov = (x - mean)^T (x - mean) / (M - 1), its diagonal and the mean. Grid: (B, tiles of the lower triangle)."""
     b = tl.program_id(0).to(tl.int64)
     tile_row, tile_column = _lower_tile(tl.program_id(1))
     i = tile_row * TILE + tl.arange(0, TILE)
     j = tile_column * TILE + tl.arange(0, TILE)
     x += b * M * K
-    cov += b * K * K
     mean_i = _column_mean(x, i, M, K, ROWS, TILE)
     mean_j = _column_mean(x, j, M, K, ROWS, TILE)
     total = tl.zeros((TILE, TILE), tl.float32)
@@ -101,7 +109,7 @@ def covariance(x, cov, mean, variance, M, K, ROWS: tl.constexpr, TILE: tl.conste
         total += tl.dot(tl.trans(c_i), c_j, input_precision="ieee")
     # the unbiased estimate
     total = total / (M - 1)
-    _store_square(cov, i, j, total, K)
+    _store_square(cov + b * K * K, i, j, total, K)
     if tile_row == tile_column:
         # The tiles on the diagonal also write the mean and the variance of their columns.
         tl.store(mean + b * K + i, mean_i, mask=i < K)
@@ -109,11 +117,22 @@ def covariance(x, cov, mean, variance, M, K, ROWS: tl.constexpr, TILE: tl.conste
         tl.store(variance + b * K + i, diagonal, mask=i < K)
     else:
         # The other tiles also write their mirror image in the upper triangle.
-        _store_square(cov, j, i, tl.trans(total), K)
+        _store_square(cov + b * K * K, j, i, tl.trans(total), K)
 
 
 @triton.jit
-def apply(x, mean, w, ok, z, M, K, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
+def apply(
+    x,  # (B, M, K)
+    mean,  # (B, K)
+    w,  # (B, K, K), lower triangular
+    ok,  # (B,)
+    z,  # (B, M, K), written
+    M,
+    K,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Compute z = (x - mean) W^T, or 0 if the slice is not ok. Grid: (B, blocks of ROWS, tiles of columns)."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
@@ -134,7 +153,16 @@ def apply(x, mean, w, ok, z, M, K, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH
 
 
 @triton.jit
-def symmetric_triangle(g, z, h, mean_g, M, K, ROWS: tl.constexpr, TILE: tl.constexpr):
+def symmetric_triangle(
+    g,  # (B, M, K), gradient at z
+    z,  # (B, M, K)
+    h,  # (B, K, K), written
+    mean_g,  # (B, K), written
+    M,
+    K,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Compute H = T + T^T and the mean of g. Grid: (B, tiles of the lower triangle).
 
     T is the lower triangle of g^T z with half its diagonal.
@@ -164,7 +192,15 @@ def symmetric_triangle(g, z, h, mean_g, M, K, ROWS: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def square_product(h, w, hw, trace, K, TILE: tl.constexpr, DEPTH: tl.constexpr):
+def square_product(
+    h,  # (B, K, K), symmetric
+    w,  # (B, K, K), lower triangular
+    hw,  # (B, K, K), written
+    trace,  # (B, tiles * tiles), written: the share of each tile
+    K,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Compute HW and, for each tile, its share of trace(W^T H W) = sum of HW * W. Grid: (B, tiles, tiles)."""
     b = tl.program_id(0).to(tl.int64)
     tile_row = tl.program_id(1)
@@ -190,9 +226,26 @@ def square_product(h, w, hw, trace, K, TILE: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def gradient(
-    g, mean_g, z, w, hw, u, trace, ok, dx, scale, eps_scale, M, K, num_shares,
-    SHRINK: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    g,  # (B, M, K), gradient at z
+    mean_g,  # (B, K)
+    z,  # (B, M, K)
+    w,  # (B, K, K), lower triangular
+    hw,  # (B, K, K)
+    u,  # (B, K, K), upper triangular; read only if SHRINK
+    trace,  # (B, num_shares); read only if SHRINK
+    ok,  # (B,)
+    dx,  # (B, M, K), written
+    scale,
+    eps_scale,
+    M,
+    K,
+    num_shares,
+    SHRINK: tl.constexpr,
+    SHARES: tl.constexpr,  # power of 2, at least num_shares
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Compute dx = (g - mean_g) W - z (scale HW + eps_scale trace U), or 0 if the slice is not ok. Grid as in `apply`.
 
     Subtracting the mean of g gives the same result as subtracting that of dx, because z has zero mean, and it needs no second
