@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
 
 def list_shards(root: Path, split: str) -> list[Path]:
-    """Return ROOT/SPLIT-<digits>.tar, or .tar.gz where there is no uncompressed one, sorted by name.
+    """Return ROOT/SPLIT-<digits>.tar, or .tar.gz if there is no uncompressed one, sorted by name.
 
     Raises InputError for a shard that is not a regular file.
     """
@@ -175,7 +175,7 @@ def build_shards(
 ) -> tuple[IndexContent, list[str]]:
     """Build the content of the index of uncompressed shards, and notes for the user.
 
-    class_names: None: the names of the classes are their numbers, of which there are at most `max_classes`.
+    class_names: None: the classes are named by their numbers, and there may be at most `max_classes`.
     Raises InputError naming tar and member as `read_shard` does, and for labels that are not a class.
     """
     if len(shards) > np.iinfo(np.uint16).max:
@@ -276,7 +276,7 @@ def _is_wanted(member: tarfile.TarInfo) -> bool:
 def _check_end(shard: Path, end: int) -> None:
     """Raise InputError if anything but a tar's usual padding follows its last member, which ends at byte `end`.
 
-    Python's reader mistakes a header that it can't read for the end of the file, so later members would be lost.
+    Python's reader mistakes an unreadable header for the end of the file, so later members would be lost.
     """
     size = shard.stat().st_size
     if size - end < TAR_BLOCK:
