@@ -26,7 +26,6 @@ def why_not(backend: str, device_type: str, size: int, in_float64: bool) -> str 
     """
     if backend != "triton":
         return None
-    # The reasons that can be fixed come first.
     if not _has_triton():
         return "needs the package triton, which is not installed"
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,11 +1,11 @@
-"""LARS on all tensors of a group by two Triton kernels. NVIDIA GPUs; the interpreter in tests.
+"""LARS on all tensors of a parameter group by two Triton kernels, on NVIDIA GPUs or, in tests, interpreted.
 
     (w, g) --squares--> sums of w^2 and (g + wd w)^2 of each chunk --update--> v, w
 
-They pass over the group's memory seven times, where torch's operations, tensor by tensor, pass over it 19 times. A chunk is
-CHUNK consecutive elements of one tensor; each program takes one. The kernels find the tensors through a table of addresses,
-which goes to the device only where it has changed. Nothing waits for the device, and there are no atomic sums: the same
-gradients give the same bits.
+The kernels pass over the group's memory seven times; torch's operations, tensor by tensor, pass over it 19 times. A chunk is
+CHUNK consecutive elements of one tensor; each program processes one chunk. The kernels find the tensors through a table of
+addresses, which is copied to the device only when it has changed. The host never waits for the device, and there are no atomic
+sums, so the same gradients give the same bits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# the recipe's largest weight, the projector's 2048 x 2048, has 512 of them; each of its programs adds up their sums
+# Each program of `update` adds up the sums of all chunks of its tensor. The recipe's largest weight, 2048 x 2048 in the
+# projector, has 512 chunks.
 CHUNK = 8192
-BLOCK = 2048  # elements that a program holds at a time: 16 a thread
+BLOCK = 2048  # elements that a program holds at a time: 16 in each thread
 
 
 @triton.jit
 def _tensor(places, number, ALIGNED: tl.constexpr):
-    """Pointer to tensor `number` of the table; ALIGNED: to a multiple of 16 bytes, so that 4 elements load at once."""
+    """Return a pointer to tensor `number` of the table.
+
+    ALIGNED: tell the compiler that it is a multiple of 16 bytes, so that it loads 4 elements at once.
+    """
     pointer = tl.load(places + number).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -34,29 +38,35 @@ def _tensor(places, number, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _size(sizes, number, ALIGNED: tl.constexpr):
+    """Return the number of elements of tensor `number`; ALIGNED: it is a multiple of 4."""
     size = tl.load(sizes + number)
     if ALIGNED:
-        size = tl.multiple_of(size, 4)  # else the mask at the end of a tensor would split the loads
+        size = tl.multiple_of(size, 4)  # otherwise the mask at the end of a tensor would split the loads
     return size
 
 
 @triton.jit
 def squares(
-    places, sizes, first, owner, sums, weight_decay, num_tensors, num_chunks,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """sums (2, num_chunks): of w^2 and of (g + weight_decay w)^2 in each chunk. Grid: (num_chunks,).
-
-    places: addresses of num_tensors weights, then of as many gradients and buffers. sizes: elements of each tensor.
-    first: number of each tensor's first chunk; one entry more, the number of chunks, ends the list. owner: tensor of each
-    chunk.
-    """
+    places,  # (3 * num_tensors,), addresses of the weights, then of their gradients, then of their momentum buffers
+    sizes,  # (num_tensors,), number of elements of each tensor
+    first,  # (num_tensors + 1,), number of each tensor's first chunk, and num_chunks
+    owner,  # (num_chunks,), number of the tensor of each chunk
+    sums,  # (2, num_chunks), written
+    weight_decay,
+    num_tensors,
+    num_chunks,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the sums of w^2 and of (g + weight_decay w)^2 in each chunk. Grid: (num_chunks,)."""
     chunk = tl.program_id(0)
     t = tl.load(owner + chunk)
     w = _tensor(places, t, ALIGNED)
     g = _tensor(places, num_tensors + t, ALIGNED)
     size = _size(sizes, t, ALIGNED)
     start = (chunk - tl.load(first + t)) * CHUNK
+    # Accumulate elementwise, and add up across the threads only once.
     square_w = tl.zeros((BLOCK,), tl.float32)
     square_g = tl.zeros((BLOCK,), tl.float32)
     for offset in range(0, CHUNK, BLOCK):
@@ -72,31 +82,49 @@ def squares(
 
 @triton.jit
 def update(
-    places, sizes, first, owner, sums, failed, rate, momentum, weight_decay, trust_coefficient, num_tensors, num_chunks,
-    ADAPT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """v = momentum v + rate trust (g + weight_decay w); w -= v; neither is touched where failed (float32, 0-d) is not 0.
+    places,  # the tables, as in `squares`
+    sizes,
+    first,
+    owner,
+    sums,  # (2, num_chunks); read only if ADAPT
+    failed,  # float32, 0-d
+    rate,  # learning rate
+    momentum,
+    weight_decay,
+    trust_coefficient,
+    num_tensors,
+    num_chunks,
+    ADAPT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Set v = momentum v + rate trust (g + weight_decay w), then w = w - v. Grid and tables as in `squares`.
 
-    ADAPT: trust = trust_coefficient |w| / |g + weight_decay w|, 1 where either is 0; else 1, and nothing reads `sums`.
-    Grid and tables as those of `squares`.
+    ADAPT: trust = trust_coefficient |w| / |g + weight_decay w|, or 1 if either norm is 0. Without ADAPT, trust is 1, and `sums`
+    is not read. If `failed` (float32, 0-d) is not 0, v and w are not touched.
     """
     chunk = tl.program_id(0)
     t = tl.load(owner + chunk)
     begin = tl.load(first + t)
+    # Add up the sums of all chunks of this tensor.
     if ADAPT:
         end = tl.load(first + t + 1)
         square_w = 0.0
         square_g = 0.0
         for number in range(begin, end, 256):
             at = number + tl.arange(0, 256)
-            square_w += tl.sum(tl.load(sums + at, mask=at < end, other=0.0), axis=0)
-            square_g += tl.sum(tl.load(sums + num_chunks + at, mask=at < end, other=0.0), axis=0)
+            squares_w = tl.load(sums + at, mask=at < end, other=0.0)
+            squares_g = tl.load(sums + num_chunks + at, mask=at < end, other=0.0)
+            square_w += tl.sum(squares_w, axis=0)
+            square_g += tl.sum(squares_g, axis=0)
+        # A division by a norm of 0 gives no valid ratio; `where` below replaces it by 1.
         trust = trust_coefficient * tl.sqrt(square_w) / tl.sqrt(square_g)
         rate *= tl.where((square_w > 0.0) & (square_g > 0.0), trust, 1.0)
     w = _tensor(places, t, ALIGNED)
     g = _tensor(places, num_tensors + t, ALIGNED)
     v = _tensor(places, 2 * num_tensors + t, ALIGNED)
-    # a failed step reads and writes nothing: NaN times 0 would be NaN
+    # After a failed step, treat the tensor as empty, so that nothing is read or written. (NaN times 0 would be NaN.)
     size = tl.where(tl.load(failed) == 0.0, _size(sizes, t, ALIGNED), 0)
     if ALIGNED:
         size = tl.multiple_of(size, 4)
@@ -111,9 +139,10 @@ def update(
 
 
 class GroupUpdate:
-    """The update of one group of parameters: call it once a step. Keeps the tables that the kernels go by."""
+    """The update of one parameter group, to be called once in each step. It keeps the tables that the kernels read."""
 
     def __init__(self) -> None:
+        # Number of elements of each weight, and address of each tensor, for which the tables were built.
         self._numels: list[int] = []
         self._addresses: list[int] = []
 
@@ -129,18 +158,23 @@ class GroupUpdate:
         weight_decay: float,
         trust_coefficient: float | None,
     ) -> None:
-        """Weights and buffers in place, gradients stay as they are; dense float32 of any order of strides.
+        """Update weights and momentum buffers in place; the gradients do not change.
 
-        failed: float32, 0-d, on the device: not 0 where all is to stay as it is. trust_coefficient: None for no adaptation.
+        All tensors are dense float32, with strides in any order.
+        failed: float32, 0-d, on the device; if it is not 0, nothing is updated.
+        trust_coefficient: None for no adaptation of the learning rate.
+        Raises ValueError if a tensor is not float32, or if a buffer does not have the layout of its weight.
         """
-        gradients = [
-            g if same_layout(g, w) else torch.empty_like(w).copy_(g) for g, w in zip(gradients, weights, strict=True)
-        ]
-        self._find(weights, gradients, buffers)
+        # The kernels need gradients in the memory layout of their weights; copy the others.
+        pairs = zip(gradients, weights, strict=True)
+        gradients = [g if same_layout(g, w) else torch.empty_like(w).copy_(g) for g, w in pairs]
+        self._update_tables(weights, gradients, buffers)
+        # The arguments that both kernels share.
         tables = (self._places, self._sizes, self._first, self._owner, self._sums)
         counts = (len(weights), len(self._owner))
         constants = {"ALIGNED": self._aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
         grid = (len(self._owner),)
+        # The sums are needed only for the trust ratio.
         if trust_coefficient is not None:
             squares[grid](*tables, weight_decay, *counts, **constants)
         update[grid](
@@ -148,35 +182,54 @@ class GroupUpdate:
             ADAPT=trust_coefficient is not None, **constants,
         )  # fmt: skip
 
-    def _find(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Bring the tables up to date; costs a comparison where nothing has moved."""
+    def _update_tables(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Update the tables. If no tensor has moved since the last call, this only compares addresses."""
         addresses = [tensor.data_ptr() for tensors in (weights, gradients, buffers) for tensor in tensors]
         if addresses == self._addresses:
             return
-        device, numels = weights[0].device, [w.numel() for w in weights]
+        device = weights[0].device
+        numels = [w.numel() for w in weights]
+        # Addresses change whenever gradients are allocated anew; sizes hardly ever change.
         if numels != self._numels:
-            counts = [triton.cdiv(numel, CHUNK) for numel in numels]
-            owner = [number for number, count in enumerate(counts) for _ in range(count)]
-            self._numels, self._sizes = numels, _on_device(numels, torch.int32, device)
-            self._first = _on_device([0, *itertools.accumulate(counts)], torch.int32, device)
-            self._owner = _on_device(owner, torch.int32, device)
-            self._sums = torch.empty(2, len(owner), device=device)
+            self._build_chunks(numels, device)
         for w, g, v in zip(weights, gradients, buffers, strict=True):
             if not same_layout(v, w) or {w.dtype, g.dtype, v.dtype} != {torch.float32}:
                 raise ValueError(
-                    "the kernels of lars need float32, and momentum in the layout of its weight: use optimizer.backend torch"
+                    "the kernels of lars need float32, and momentum in the memory layout of its weight: use optimizer.backend "
+                    "torch"
                 )
-        self._addresses, self._places = addresses, _on_device(addresses, torch.int64, device)
-        self._aligned = all(a % 16 == 0 for a in addresses) and all(n % 4 == 0 for n in numels)
+        self._addresses = addresses
+        self._places = _on_device(addresses, torch.int64, device)
+        # 16 bytes are 4 elements: then all loads can be that wide.
+        aligned_addresses = all(address % 16 == 0 for address in addresses)
+        self._aligned = aligned_addresses and all(numel % 4 == 0 for numel in numels)
+
+    def _build_chunks(self, numels: list[int], device: torch.device) -> None:
+        """Cut the tensors into chunks and build the tables that depend only on their sizes."""
+        counts = [triton.cdiv(numel, CHUNK) for numel in numels]
+        # Chunks are numbered across all tensors; `owner` maps a chunk to its tensor, `first` the other way.
+        owner = [number for number, count in enumerate(counts) for _ in range(count)]
+        first = [0, *itertools.accumulate(counts)]
+        self._numels = numels
+        self._sizes = _on_device(numels, torch.int32, device)
+        self._first = _on_device(first, torch.int32, device)
+        self._owner = _on_device(owner, torch.int32, device)
+        self._sums = torch.empty(2, len(owner), device=device)
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one shape have their elements in one order; strides of dimensions of size 1 say nothing."""
+    """Return whether two tensors of the same shape store their elements in the same order."""
     if a.stride() == b.stride():
         return True
-    return all(i == j for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1)
+    # The stride of a dimension of size 1 has no effect.
+    dimensions = zip(a.stride(), b.stride(), a.shape, strict=True)
+    return all(stride_a == stride_b for stride_a, stride_b, size in dimensions if size > 1)
 
 
 def _on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for: a new pinned block each time, since the last one may not be read yet."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    """Copy values to the device without waiting.
+
+    Each copy starts from a new pinned block, because the device may not have read the previous one yet.
+    """
+    values_on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return values_on_host.to(device, non_blocking=True)

@@ -35,7 +35,14 @@ def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tens
         ok, min_pivot = judge_factor(pivots, covariance, total[:, 0], num_rows, info, x.dtype)
         z = torch.bmm(centred, w.mT)
         _zero_where_failed(ok, z)
-        return z.to(x.dtype), w.to(x.dtype), x.new_empty(0), ok, min_pivot.to(x.dtype)
+        # With cholesky_float64 the results are rounded to the dtype of x. The backward needs no U.
+        return (
+            z.to(x.dtype),
+            w.to(x.dtype),
+            x.new_empty(0),
+            ok,
+            min_pivot.to(x.dtype),
+        )
 
 
 def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,13 +63,15 @@ def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
     # Invert the factor of the upper left block, then that of the Schur complement, and join both.
     h = size // 2
     first, first_info = _inverse_factor(a[:, :h, :h])
+    # the upper right block of L^T
     corner = torch.bmm(first, a[:, :h, h:])
     complement = torch.baddbmm(a[:, h:, h:], corner.mT, corner, alpha=-1)
     last, last_info = _inverse_factor(complement)
     w = torch.zeros_like(a)
     w[:, :h, :h] = first
     w[:, h:, h:] = last
-    w[:, h:, :h] = torch.bmm(torch.bmm(last, corner.mT), first).neg_()
+    below = torch.bmm(torch.bmm(last, corner.mT), first)
+    w[:, h:, :h] = below.neg_()
     return w, first_info + last_info
 
 
@@ -83,13 +92,16 @@ def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: f
         triangle = torch.bmm(grad_z.mT, z).mul_(half_triangle)
         symmetric = triangle + triangle.mT
         # Gradient at the rows: (G - share * Z H) W.
-        inner = torch.baddbmm(grad_z, z, symmetric, alpha=-(1 - eps) / (num_rows - 1))
+        scale = (1 - eps) / (num_rows - 1)
+        inner = torch.baddbmm(grad_z, z, symmetric, alpha=-scale)
         grad_x = torch.bmm(inner, w)
         # The shrinkage depends on the mean variance, which adds a multiple of the centred rows.
         if eps > 0:
             trace = (torch.bmm(symmetric, w) * w).sum((1, 2), keepdim=True)
+            # Z = C W^T, so the centred rows C need not be stored.
             centred = torch.linalg.solve_triangular(w.mT, z, upper=True, left=False)
-            grad_x -= centred.mul_(trace * (eps / (size * (num_rows - 1))))
+            eps_scale = eps / (size * (num_rows - 1))
+            grad_x -= centred.mul_(trace * eps_scale)
         # The gradient through the mean removes the column means.
         grad_x.sub_(grad_x.sum(1, keepdim=True), alpha=1 / num_rows)
         _zero_where_failed(ok, grad_x)

@@ -20,7 +20,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
     if info.kind == "bad":
         raise InputError(info.problem)
     pixels = decode_by_dali(data) if info.kind == "direct" else None
-    # Pillow decodes the rarer kinds and whatever DALI refuses.
+    # Pillow decodes the rarer kinds and the images that DALI refuses.
     return np.asarray(decode_rgb(data)) if pixels is None else pixels
 
 

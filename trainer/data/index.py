@@ -256,7 +256,7 @@ def open_images(data: DataConfig, split: str, *, progress: bool = False) -> Inde
 
 
 def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max_classes: int) -> Index:
-    """Open tar shards by the index that `wmse prepare` wrote beside them, or else by an index in the cache."""
+    """Open tar shards by the index that `wmse prepare` wrote next to them, or else by an index in the cache."""
     prepared = root / f"{split}.index"
     # A prepared set may be read-only and needs no cache, unless its shards are compressed.
     is_compressed = any(shard.suffix == ".gz" for shard in packed)
@@ -279,7 +279,7 @@ def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max
         return same_shards and class_names in (None, metadata["class_names"]) and _follows_rules(metadata)
 
     if not _is_current(path, unchanged):
-        # Build the index anew and note which shards it describes.
+        # Build the index and record which shards it describes.
         content, notes = build_shards(shards, split, class_names, progress, max_classes)
         content.metadata["mtimes"] = mtimes
         _keep(path, content, notes)

@@ -146,9 +146,11 @@ def build_folder(
     classes: as for `list_folder`. Raises InputError as `list_folder` and `assemble_content` do.
     """
     listing = list_folder(root, split, classes)
+    # Paths below the split, to open the files and to name them in messages.
     labelled_names = zip(listing.labels, listing.names, strict=True)
     names = [file_name(listing.class_names, label, name) for label, name in labelled_names]
-    paths = (os.path.join(root, split, name) for name in names)
+    folder = root / split
+    paths = (os.path.join(folder, name) for name in names)
     with ThreadPool(READ_THREADS) as pool:
         # imap keeps the order of the names.
         found = pool.imap(_inspect_file, paths, chunksize=256)
@@ -301,7 +303,8 @@ def _note_oddities(folder: Path, entries: _Entries, class_names: list[str]) -> l
     # Folders of this split without a class, and classes without a folder in this split.
     if extra := sorted(set(entries.folders) - set(class_names)):
         notes.append(
-            f"{folder}: {len(extra)} folders are not classes of the training split and are skipped ({some_names(extra)})"
+            f"{folder}: {len(extra)} folders are not classes of the training split and are skipped "
+            f"({some_names(extra)})"
         )
     if missing := sorted(set(class_names) - set(entries.folders)):
         notes.append(f"{folder}: {len(missing)} classes of the training split have no folder ({some_names(missing)})")

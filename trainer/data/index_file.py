@@ -64,10 +64,10 @@ def write_index(path: Path, content: IndexContent) -> None:
     encoded = [name.encode("utf-8", "surrogateescape") for name in content.names]
     columns = dict(content.columns)
     # Sum in 64 bits first, to detect an overflow of the 32 bits in the file.
-    columns["name_end"] = np.cumsum([len(name) for name in encoded], dtype=np.uint64)
-    if len(encoded) and columns["name_end"][-1] >= 2**32:
+    name_end = np.cumsum([len(name) for name in encoded], dtype=np.uint64)
+    if len(encoded) and name_end[-1] >= 2**32:
         raise InputError(f"{path}: the names of {len(encoded)} images take more than 4 GiB; use shorter names")
-    columns["name_end"] = columns["name_end"].astype("<u4")
+    columns["name_end"] = name_end.astype("<u4")
     columns["names"] = np.frombuffer(b"".join(encoded), np.uint8)
     # The metadata must be complete before it is written, because the arrays follow it.
     metadata = {**content.metadata, "count": len(encoded)}
@@ -95,7 +95,8 @@ def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
         for name, dtype, count in metadata["columns"]:
             layout.append((name, np.dtype(dtype), int(count)))
         # An array of objects would hold memory addresses.
-        if any(dtype.hasobject or count < 0 for _, dtype, count in layout):
+        has_objects = any(dtype.hasobject for _, dtype, _ in layout)
+        if has_objects or any(count < 0 for _, _, count in layout):
             raise ValueError("not plain numbers")
     except InputError:
         raise
@@ -118,12 +119,14 @@ def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return metadata and length of the header in bytes. Raises InputError, or the errors of struct and json."""
     with path.open("rb") as file:
-        magic, version, length = _HEADER.unpack(file.read(_HEADER.size))
+        header = file.read(_HEADER.size)
+        magic, version, length = _HEADER.unpack(header)
         if magic != MAGIC:
             raise InputError(_unusable(path, "it does not begin like one"))
         if version != VERSION:
             raise InputError(_unusable(path, f"it has format version {version}, this program reads {VERSION}"))
-        return json.loads(file.read(length)), _HEADER.size + length
+        metadata = json.loads(file.read(length))
+    return metadata, _HEADER.size + length
 
 
 def check_contents(path: Path, metadata: dict[str, Any], columns: Columns, num_shards: int | None) -> None:

@@ -80,8 +80,8 @@ def largest_sides(index: Index, max_pixels: int, batch_size: int) -> tuple[int, 
     """Return the largest width and height of the images that may be read, for `Placement.decoder_hint`.
 
     nvJPEG is given both and the batch size. Its manual does not say whether it reserves memory for each image of the batch,
-    which for 256 images of 6000 x 6000 pixels would be 28 GB. Both are therefore limited to the side of a square image of which
-    a batch takes RESERVED_BYTES. nvJPEG allocates once more, from DALI's pool, when it meets a larger image.
+    which for 256 images of 6000 x 6000 pixels would be 28 GB. Both are therefore limited, so that a batch of square images of
+    that size takes RESERVED_BYTES. nvJPEG allocates once more, from DALI's pool, when it meets a larger image.
     """
     heights = np.asarray(index.heights, np.int64)
     widths = np.asarray(index.widths, np.int64)
@@ -163,7 +163,7 @@ class ViewLoader:
         self.first_step = first_step
         self.end_step = end_step
         self.batch_size = batch_size
-        # A resumed run must replace the same images by the same ones as before.
+        # A resumed run must replace the images that were replaced before.
         known = read_quarantine(quarantine, first_step) if quarantine else {}
         self.bad = BadImages(index, config.max_skipped_share, known, quarantine, rank)
         self._reader = ImageReader(index, config.max_image_pixels)
@@ -211,8 +211,7 @@ class ViewLoader:
         self._stop_step = min([self.end_step, *later_changes])
         recipe = replace(self.recipe, size=size)
         # One buffer is enough: on a GPU the copy of a batch is queued on the stream that still uses the batch before it.
-        # view-major: view 0 of all images, then view 1, ...
-        shape = (recipe.num_views * self.batch_size, size, size, 3)
+        shape = (recipe.num_views * self.batch_size, size, size, 3)  # view 0 of all images, then view 1, ...
         self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()  # steps being prepared
@@ -241,8 +240,8 @@ class ViewLoader:
     def _run(self, step: int) -> tuple[Any, Prepared]:
         """Return DALI's outputs for the step and the inputs they were made from.
 
-        If DALI fails, the images to blame are converted or replaced, and a new pipeline runs the step again. If each image of
-        the batch can be decoded on its own, Pillow decodes all of them, once. Raises RuntimeError if nothing helps.
+        If DALI fails, the images that it refuses are converted or replaced, and a new pipeline runs the step again. If DALI
+        can decode each image of the batch alone, Pillow decodes all of them. Raises RuntimeError if that does not help either.
         """
         while True:
             try:

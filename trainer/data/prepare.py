@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trainer.data.cache_folder import user_cache
 from trainer.data.class_list import read_class_list
@@ -30,8 +31,7 @@ from trainer.data.tar_shards import SHARD_NAME, list_shards
 from trainer.errors import InputError
 from trainer.files import write_text
 
-# Folder for temporary indices of the source.
-SOURCE_INDEX = "source_index"
+SOURCE_INDEX = "source_index"  # folder for temporary indices of the source
 _COMPLETE = ".complete"  # suffix of the file that records the settings of a complete split
 
 _log = logging.getLogger(__name__)
@@ -95,12 +95,26 @@ def prepare(
                 write_text(partial / f"{split}{_COMPLETE}", settings)
             index = Index(partial / f"{split}.index", partial, list_shards(partial, split))
             counts[split] = len(index)
-        # dataset.json holds the class names for programs that read the shards without the index.
-        description = {"source": Path(source).name, "images": counts, "class_names": class_names}
-        if shrink is not None:
-            description |= shrink._asdict()
-        # JSON in ASCII, because the names need not be UTF-8.
-        write_text(partial / "dataset.json", json.dumps(description, indent=1) + "\n")
+        _write_description(partial / "dataset.json", source, counts, class_names, shrink)
+
+
+def _write_description(
+    path: Path,
+    source: str,
+    counts: dict[str, int],
+    class_names: list[str],
+    shrink: Shrink | None,
+) -> None:
+    """Write dataset.json, which holds the class names for programs that read the shards without the index."""
+    description: dict[str, Any] = {
+        "source": Path(source).name,
+        "images": counts,
+        "class_names": class_names,
+    }
+    if shrink is not None:
+        description |= shrink._asdict()
+    # JSON in ASCII, because the names need not be UTF-8.
+    write_text(path, json.dumps(description, indent=1) + "\n")
 
 
 def _choose_splits(source: str, splits: Sequence[str] | None, max_images: Mapping[str, int]) -> list[str]:
@@ -122,11 +136,13 @@ def _check_arguments(
     """Raise InputError if DEST is not empty or an argument is out of range."""
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise InputError(f"{dest}: is not empty; give a new folder, or remove it first")
-    if shrink is not None and (shrink.max_side < 8 or not 1 <= shrink.quality <= 100):
-        raise InputError(
-            f"max_side is {shrink.max_side} and quality {shrink.quality}: max_side must be at least 8 pixels and quality "
-            "between 1 and 100"
-        )
+    if shrink is not None:
+        max_side, quality = shrink
+        if max_side < 8 or not 1 <= quality <= 100:
+            raise InputError(
+                f"max_side is {max_side} and quality {quality}: max_side must be at least 8 pixels and quality between 1 and "
+                "100"
+            )
     if images_per_shard < 1:
         raise InputError(f"images_per_shard is {images_per_shard}, but must be at least 1")
     if classes is not None and source in SETS:

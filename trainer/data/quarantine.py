@@ -67,7 +67,6 @@ class BadImages:
 
     def add(self, image_id: int, problem: str, step: int) -> None:
         """Log and record a skipped image, once. Raises InputError if too many images are skipped."""
-        # Only the first reader that finds the image continues.
         with self._lock:
             # Another reader may have found it first.
             if image_id in self.ids:

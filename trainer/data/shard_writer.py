@@ -46,8 +46,8 @@ class Shrink(NamedTuple):
 def choose_images(labels: npt.NDArray[np.int32], limit: int) -> npt.NDArray[np.int64]:
     """Choose at most `limit` images and return their ids, shuffled: (n,) labels -> (min(n, limit),) ids.
 
-    All classes get the same number of images, as far as they have so many. The random order comes from sorting raw Philox
-    output, because numpy's own shuffles may change between versions.
+    Every class gets the same number of images, or all of its images if it has fewer. The random order comes from sorting raw
+    Philox output, because numpy's own shuffles may change between versions.
     """
     random_keys = np.random.Philox(SHUFFLE_SEED).random_raw(len(labels))
     order = np.argsort(random_keys, kind="stable")

@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
 
 def list_shards(root: Path, split: str) -> list[Path]:
-    """Return ROOT/SPLIT-<digits>.tar, or .tar.gz where there is no uncompressed one, sorted by name.
+    """Return ROOT/SPLIT-<digits>.tar, or .tar.gz if there is no uncompressed one, sorted by name.
 
     Raises InputError for a shard that is not a regular file.
     """
@@ -111,7 +111,7 @@ class ShardContents(NamedTuple):
     """The contents of a shard."""
 
     samples: list[Sample]
-    skipped: list[str]  # members that look like images of their own but are further parts of a sample
+    left_out: list[str]  # members that look like images of their own but are further parts of a sample
 
 
 class _Header(tarfile.TarInfo):
@@ -175,7 +175,7 @@ def build_shards(
 ) -> tuple[IndexContent, list[str]]:
     """Build the content of the index of uncompressed shards, and notes for the user.
 
-    class_names: None: the names of the classes are their numbers, of which there are at most `max_classes`.
+    class_names: None: the classes are named by their numbers, and there may be at most `max_classes`.
     Raises InputError naming tar and member as `read_shard` does, and for labels that are not a class.
     """
     if len(shards) > np.iinfo(np.uint16).max:
@@ -198,7 +198,7 @@ def build_shards(
             verdicts += shard_verdicts
             shard_numbers += [number] * len(contents.samples)
             display_names += [printable(f"{shard_name}/{sample.member}") for sample in contents.samples]
-            skipped += [f"{shard_name}/{name}" for name in contents.skipped]
+            skipped += [f"{shard_name}/{name}" for name in contents.left_out]
     labels = np.array([sample.label for sample in samples], "<i4")
     class_names = name_classes(labels, class_names, display_names, max_classes)
     # Where the bytes of each image are; `assemble_content` adds the columns that describe it.
@@ -276,7 +276,7 @@ def _is_wanted(member: tarfile.TarInfo) -> bool:
 def _check_end(shard: Path, end: int) -> None:
     """Raise InputError if anything but a tar's usual padding follows its last member, which ends at byte `end`.
 
-    Python's reader mistakes a header that it can't read for the end of the file, so later members would be lost.
+    Python's reader mistakes an unreadable header for the end of the file, so later members would be lost.
     """
     size = shard.stat().st_size
     if size - end < TAR_BLOCK:
@@ -361,10 +361,10 @@ def _inspect_shard(shard: Path) -> tuple[ShardContents, list[Verdict]]:
     return contents, verdicts
 
 
-def shard_notes(split: str, labels: np.ndarray, skipped: list[str], shards: list[Path]) -> list[str]:
+def shard_notes(split: str, labels: np.ndarray, left_out: list[str], shards: list[Path]) -> list[str]:
     """Describe what looks unintended in the shards of a split.
 
-    labels: (n,) with -1 for none. skipped: members that look like images of their own but are parts of other samples.
+    labels: (n,) with -1 for none. left_out: members that look like images of their own but are parts of other samples.
     """
     notes = []
     digits = [re.findall(r"-(\d+)\.tar", shard.name)[-1] for shard in shards]
@@ -381,10 +381,10 @@ def shard_notes(split: str, labels: np.ndarray, skipped: list[str], shards: list
         notes.append(f"split {split}: several shards have the same number; all of them are read")
     if (unlabelled := int((labels < 0).sum())) > 0:
         notes.append(f"split {split}: {unlabelled} of {len(labels)} images have no label")
-    if skipped:
+    if left_out:
         notes.append(
-            f"split {split}: {len(skipped)} images with several dots in their names are parts of other samples and are "
-            f"skipped ({some_names(skipped)})"
+            f"split {split}: {len(left_out)} images with several dots in their names are parts of other samples and are "
+            f"skipped ({some_names(left_out)})"
         )
     return notes
 

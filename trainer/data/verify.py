@@ -203,7 +203,7 @@ def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Pat
             problem = str(error).removeprefix(f"{shard}: ")
             report.add_bad(packed.name, problem)
             continue
-        skipped += [f"{packed.name}/{name}" for name in contents.skipped]
+        skipped += [f"{packed.name}/{name}" for name in contents.left_out]
         for sample in contents.samples:
             name = f"{shard.name}/{sample.member}"
             image = StoredImage(
@@ -297,7 +297,7 @@ def _check_image(max_pixels: int, image: StoredImage) -> tuple[str, str]:
         return "bad", str(error)
     # Training computes crop windows from the size in the index.
     if image.size not in (None, (height, width)):
-        return "bad", f"is {height}x{width} pixels, which differs from its entry in the index"
+        return "bad", f"has {height}x{width} pixels, unlike its entry in the index"
     verdict = "convert" if info.kind == "convert" else "ok"
     return verdict, ""
 
