@@ -49,7 +49,8 @@ def describe_fault(code: int, checks: Sequence[str], world_size: int, group_size
     for rank in range(world_size):
         codes = fault_codes(len(checks), rank, world_size)
         if code in codes:
-            who = f"rank {rank}" if group_size == 1 else f"ranks {rank} to {rank + group_size - 1}"
+            first = rank - rank % group_size
+            who = f"rank {rank}" if group_size == 1 else f"ranks {first} to {first + group_size - 1}"
             return f"{who}: {[*checks, 'the loss is not finite'][codes.index(code)]}"
     raise AssertionError(f"no fault has the code {code}")
 
