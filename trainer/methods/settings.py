@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,10 @@ class MethodSettings:
     def check_device(self, config: Config, device: torch.device) -> None:
         """Raise InputError if the method can't do on this device what the settings ask for. Called before anything is read."""
 
+    def method_class(self) -> Callable[..., Method]:
+        """Import and return the class of the method, which may import torch."""
+        raise NotImplementedError
+
     def build(
         self,
         config: Config,
@@ -49,4 +54,4 @@ class MethodSettings:
         loss_group: the process group of the ranks whose images the loss takes together; None: this rank alone.
         batch_norm_group: name of the process group over which BatchNorm takes its statistics; None: this rank alone.
         """
-        raise NotImplementedError
+        return self.method_class()(config, ranks, device, loss_group, batch_norm_group)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
 from trainer.methods.settings import MethodSettings
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.config.schema import Config
-    from trainer.distributed.ranks import Ranks
     from trainer.methods.method import Method
 
 
@@ -35,16 +33,8 @@ class SimCLRSettings(MethodSettings):
         pairs = f", the mean over {views * (views - 1) // 2} pairs of views" if views > 2 else ""
         return [f"contrastive loss: 1 positive and {2 * images - 2} negatives for each embedding{pairs}"]
 
-    def build(
-        self,
-        config: Config,
-        ranks: Ranks,
-        device: torch.device,
-        *,
-        loss_group: Any = None,
-        batch_norm_group: str | None = None,
-    ) -> Method:
-        """Build SimCLR."""
+    def method_class(self) -> Callable[..., Method]:
+        """Import and return `SimCLR`."""
         from trainer.methods.simclr.method import SimCLR
 
-        return SimCLR(config, ranks, device, loss_group, batch_norm_group)
+        return SimCLR

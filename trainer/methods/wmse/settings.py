@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainer.config.setting import setting
 from trainer.errors import InputError
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config.schema import Config
-    from trainer.distributed.ranks import Ranks
     from trainer.methods.method import Method
 
 
@@ -78,16 +78,8 @@ class WMSESettings(MethodSettings):
         if reason:
             raise InputError(f"wmse.backend {self.backend} {reason}: set wmse.backend to auto or torch")
 
-    def build(
-        self,
-        config: Config,
-        ranks: Ranks,
-        device: torch.device,
-        *,
-        loss_group: Any = None,
-        batch_norm_group: str | None = None,
-    ) -> Method:
-        """Build W-MSE."""
+    def method_class(self) -> Callable[..., Method]:
+        """Import and return `WMSE`."""
         from trainer.methods.wmse.method import WMSE
 
-        return WMSE(config, ranks, device, loss_group, batch_norm_group)
+        return WMSE
