@@ -11,23 +11,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.processes import Started, start_ranks
+
 NEVER = -1
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "trainer.loop", "trainer.cli"])
 
 
 @dataclass(frozen=True)
@@ -223,88 +220,24 @@ def _break_reads(faults: Faults) -> None:
     Index.read = read  # type: ignore[method-assign]
 
 
-class Started:
-    """One rank's process."""
-
-    def __init__(self, process: ForkServerProcess, log: Path) -> None:
-        self._process, self._log = process, log
-
-    def wait(self, timeout: float = 180.0) -> int:
-        """The exit code, negative for a signal. Past the time-out the process is killed and TimeoutError raised."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            self.kill()
-            raise TimeoutError(f"still running after {timeout} s:\n{self.output()}")
-        return self._process.exitcode
-
-    def is_running(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._process.exitcode is None
-
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
-        self._process.kill()
-        self._process.join()
-
-    def signal(self, number: int) -> None:
-        """Send a signal."""
-        if self._process.pid is not None:
-            os.kill(self._process.pid, number)
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def output(self) -> str:
-        """What it wrote to stdout and stderr so far."""
-        return self._log.read_text(errors="replace") if self._log.exists() else ""
-
-
 def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:
-    """`wmse WORDS` in `ranks` processes that are struck by `faults`; outputs go to files in `folder`. {rank} in a word is
-    the number of the rank."""
-    port = free_port()
-    started = []
-    for rank in range(ranks):
-        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-        env = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in world.items()}} if ranks > 1 else {}
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / f"output-{time.monotonic_ns()}-{rank}.txt"
-        own_words = [str(word).replace("{rank}", str(rank)) for word in words]
-        process = _context.Process(target=_main, args=(own_words, env, faults or Faults(), str(log)))
-        process.start()
-        started.append(Started(process, log))
-    return started
+    """Start `wmse WORDS` once per rank, with `faults` installed; outputs go to files in `folder`.
+
+    {rank} in a word becomes the rank.
+    """
+    return start_ranks(_wmse, [faults or Faults(), *map(str, words)], folder, ranks)
 
 
-def _main(words: list[str], env: dict[str, str], faults: Faults, log: str) -> None:
-    os.environ |= env
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
+def _wmse(faults: Faults, *words: str) -> int:
     install(faults)
     from trainer.cli import main
 
-    sys.exit(main(words))
+    return main(list(words))
 
 
 def _as_command() -> int:
-    """python -m tests.faults '{"raise_at_step": 3}' pretrain ...: for torchrun."""
-    install(Faults(**json.loads(sys.argv[1])))
-    from trainer.cli import main
-
-    return main(sys.argv[2:])
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Run `python -m tests.faults '{"raise_at_step": 3}' pretrain ...`, for torchrun."""
+    return _wmse(Faults(**json.loads(sys.argv[1])), *sys.argv[2:])
 
 
 if __name__ == "__main__":

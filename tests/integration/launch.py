@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.faults import free_port
 
 
 def run(*words: str, ranks: int = 1, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -18,28 +17,6 @@ def run(*words: str, ranks: int = 1, timeout: float = 120) -> subprocess.Complet
     return subprocess.run(
         [*start, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
-
-
-def start_ranks(worker: str, ranks: int, *words: str) -> list[subprocess.Popen[str]]:
-    """Start a program once a rank, as a scheduler does: only environment variables tell the ranks apart."""
-    job = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    env = os.environ | job | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, worker, *words],
-            cwd=ROOT,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
 
 
 def wmse(*words: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:

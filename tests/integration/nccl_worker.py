@@ -1,10 +1,9 @@
-"""A rank of a job over NCCL: nccl_worker.py nccl|stand_in STRUCK_RANK ERROR. The struck rank raises, the others hang.
+"""A rank of a job over NCCL, or over a stand-in for NCCL on a machine without GPUs.
 
-stand_in: gloo in place of NCCL, where there is no GPU. gloo notices a lost rank by itself and its clean-up waits for nobody, so
-both are replaced by what NCCL does.
+The stand-in is gloo. gloo notices a lost rank by itself and its clean-up waits for nobody, so both are replaced by what NCCL
+does.
 """
 
-import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +35,19 @@ def init_by_gloo(backend: str, *, device_id: Any, **options: Any) -> None:
     plain_init("gloo", **options)
 
 
-def main() -> None:
-    kind, struck, error = sys.argv[1:]
-    ranks, wait = find_ranks(), hang_in_a_collective
+def main(kind: str, failing_rank: int, error: str) -> int:
+    """Raise on the failing rank and hang on the others, as a rank does that waits for a lost one; return the exit code."""
+    try:
+        _run(kind, failing_rank, error)
+    except InputError as input_error:  # as the command line does
+        print(f"error: {input_error}")
+        return 2
+    return 0
+
+
+def _run(kind: str, failing_rank: int, error: str) -> None:
+    ranks = find_ranks()
+    wait = hang_in_a_collective
     start_logging(None, ranks.rank)
     if kind == "stand_in":
         dist.init_process_group = init_by_gloo
@@ -47,14 +56,9 @@ def main() -> None:
     else:
         torch.cuda.set_device(ranks.rank)
     device = torch.device("cuda", ranks.rank)
-    with process_group(Config(), ranks, device, before_exit=lambda failure: print(f"before exit: {failure.message}")):
-        if ranks.rank != int(struck):
+    with process_group(
+        Config(), ranks, device, before_exit=lambda failure: print(f"before exit: {failure.message}", flush=True)
+    ):
+        if ranks.rank != failing_rank:
             wait()
         raise ERRORS[error]("what went wrong")
-
-
-try:
-    main()
-except InputError as error:  # as the command line does
-    print(f"error: {error}")
-    sys.exit(2)

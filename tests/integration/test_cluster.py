@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults import Faults, Started, start
+from tests.faults import Faults, start
 from tests.integration.run_files import metrics, state
+from tests.processes import Started
 from trainer.cli import main
 
 Words = list[str | Path]

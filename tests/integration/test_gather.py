@@ -1,11 +1,13 @@
 """Two ranks that share slices have the gradients of one process on the joined batch."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from tests.processes import start_ranks
 from trainer.distributed.gather import gather_rows
 from trainer.errors import InputError
 from trainer.losses.wmse import draw_permutations, wmse_loss
@@ -27,7 +29,8 @@ def loss_of(v: Tensor, num_views: int, permutations: Tensor) -> Tensor:
     return wmse_loss(v, num_views=num_views, slice_size=SLICE_SIZE, iterations=2, permutations=permutations)
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(folder: str) -> None:
+    rank = int(os.environ["RANK"])
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     results = {}
@@ -46,7 +49,8 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gather")
-    mp.spawn(run_rank, (str(folder),), nprocs=RANKS)
+    for process in start_ranks(run_rank, [str(folder)], folder, RANKS):
+        assert process.wait() == 0, process.output()
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from tests.conftest import TINY
-from tests.faults import Faults, Started, start
-from tests.integration.launch import run, start_ranks
+from tests.faults import Faults, start
+from tests.integration import nccl_worker
+from tests.integration.launch import run
 from tests.integration.run_files import assert_same_run, checkpoint, metrics, state
+from tests.processes import Started, start_ranks
 
 STEPS = 9
 Words = list[str | Path]
@@ -196,17 +198,19 @@ def test_a_set_that_is_not_there_ends_every_rank_with_exit_code_2(
 @pytest.mark.parametrize(
     ("struck", "error", "code"), [(1, "RuntimeError", 1), (0, "RuntimeError", 1), (1, "InputError", 2)]
 )
-def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(kind: str, struck: int, error: str, code: int) -> None:
+def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(
+    kind: str, struck: int, error: str, code: int, tmp_path: Path
+) -> None:
     """The other rank hangs in a collective, and so would NCCL's clean-up."""
-    processes = start_ranks("tests/integration/nccl_worker.py", 2, kind, str(struck), error)
     began = time.monotonic()
+    processes = start_ranks(nccl_worker.main, [kind, struck, error], tmp_path, ranks=2)
     try:
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
+        assert finish(processes) == [code, code]
     finally:
         for process in processes:
             process.kill()
-    assert time.monotonic() - began < 45  # imports and start take 10 to 20 of it
-    assert [process.returncode for process in processes] == [code, code]
+    assert time.monotonic() - began < 45
+    outputs = [process.output() for process in processes]
     assert f"rank {struck} fails and tells the other ranks: " in outputs[struck]
     assert outputs[struck].rstrip().endswith("what went wrong")
     assert "before exit: rank " in outputs[1 - struck]

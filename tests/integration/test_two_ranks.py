@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.faults import start
-from tests.integration.launch import run
+from tests.integration import two_ranks_worker
 from tests.integration.two_ranks_worker import CASES
+from tests.processes import start_ranks
 from trainer.cli import main
 from trainer.run.faults import describe_fault
 
 WMSE_CHECKS = [f"a slice of view {view} can't be whitened" for view in range(2)]
-WORKER = "tests/integration/two_ranks_worker.py"
 Results = dict[str, dict[str, torch.Tensor]]
 
 
@@ -23,8 +23,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]
     folder = tmp_path_factory.mktemp("two_ranks")
     found = []
     for ranks in (1, 2):
-        done = run(WORKER, str(folder / f"{ranks}.pt"), ranks=ranks)
-        assert done.returncode == 0, done.stderr[-3000:]
+        for process in start_ranks(two_ranks_worker.main, [str(folder / f"{ranks}.pt")], folder, ranks):
+            assert process.wait() == 0, process.output()[-3000:]
         found.append(torch.load(folder / f"{ranks}.pt", weights_only=True))
     return found[0], found[1]
 

@@ -1,10 +1,7 @@
-"""Run by torchrun (and once alone): for each case, the gradient of every parameter, the running statistics and what the ranks
-agreed on after a step.
-
-two_ranks_worker.py OUT.pt
+"""Make one step of each case on this rank, and save the gradient of every parameter, the running statistics and what the
+ranks agreed on.
 """
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -113,14 +110,10 @@ def run_sums() -> dict[str, torch.Tensor]:
     return {"share": share, "line": torch.stack([line[name] for name in ("loss", "skipped_steps", "min_pivot")])}
 
 
-def main() -> None:
+def main(path: str) -> None:
     ranks = find_ranks()
     with process_group(replace(Config(), timeout_minutes=1.0), ranks, CPU):
         results = {name: run_case(name) for name in CASES}
         results["sums"] = run_sums()
         if ranks.is_first:
-            torch.save(results, sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()
+            torch.save(results, path)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from tests.faults import free_port
+from tests.processes import free_port
 from trainer.distributed import peers as module
 from trainer.distributed.peers import Failure, LostRankError, Peers
 from trainer.distributed.ranks import Ranks

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torchvision.transforms.v2.functional as F
 from PIL import Image
 from torch import nn
 
 from tests.conftest import TINY
 from tests.faults import save_unchecked
+from tests.processes import start_ranks
 from trainer.config.loading import load_config
 from trainer.config.schema import Config, DataConfig
 from trainer.data.index import Index, open_images, open_index
 from trainer.distributed import process_group as distributed
-from trainer.distributed.ranks import Ranks
+from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import InputError
 from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
@@ -159,13 +159,13 @@ def test_images_without_a_label_do_not_count(place, monkeypatch):
         extract(raw_pixels, open_split("val", place), place)
 
 
-def rank_features(rank: int, world_size: int, folder: str, root: str) -> None:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
-    )
-    place = Place(config_of(Path(folder) / str(rank), Path(root)), Ranks(rank, world_size, rank), CPU)
+def rank_features(folder: Path, root: Path) -> None:
+    ranks = find_ranks()
+    store = dist.FileStore(f"{folder}/store", ranks.world_size)
+    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
+    place = Place(config_of(folder / str(ranks.rank), root), ranks, CPU)
     got = extract(raw_pixels, open_split("val", place), place)
-    torch.save((got.x, got.labels, got.left_out), f"{folder}/{rank}.pt")
+    torch.save((got.x, got.labels, got.left_out), f"{folder}/{ranks.rank}.pt")
     dist.destroy_process_group()
 
 
@@ -178,7 +178,8 @@ def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
     one = extract(raw_pixels, open_split("val", place), place)
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    mp.spawn(rank_features, (2, str(tmp_path), str(root)), nprocs=2)
+    for process in start_ranks(rank_features, [tmp_path, root], tmp_path, ranks=2):
+        assert process.wait() == 0, process.output()
     for rank in range(2):
         x, labels, left_out = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert torch.equal(x, one.x)
