@@ -80,6 +80,21 @@ def start_ranks(
     return started
 
 
+def finish(processes: Sequence[Started], timeout: float = 60.0) -> list[int]:
+    """Wait for the end of all processes and return their exit codes."""
+    return [process.wait(timeout) for process in processes]
+
+
+def wait_until(reached: Callable[[], bool], process: Started | None = None, seconds: float = 180.0) -> None:
+    """Wait for a condition; fail if it takes longer than `seconds` or if `process` ends before."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        output = process.output() if process else ""
+        assert process is None or process.is_running(), output
+        assert time.monotonic() < deadline, output
+        time.sleep(0.05)
+
+
 def _main(function: Callable[..., object], arguments: Sequence[object], env: dict[str, str], log: str) -> None:
     os.environ |= env
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -19,6 +19,10 @@ def state(run_dir: Path) -> tuple[str, int | None, int]:
     return found["status"], found["exit_code"], found["step"]
 
 
+def saved_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*.pt"))
+
+
 def checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
     return torch.load(run_dir / "checkpoints" / f"step_{step:08d}.pt", weights_only=True)
 

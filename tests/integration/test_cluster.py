@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.faults import Faults, start
 from tests.integration.run_files import metrics, state
-from tests.processes import Started
+from tests.processes import Started, wait_until
 from trainer.cli import main
 
 Words = list[str | Path]
@@ -48,13 +47,6 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., list[Started]]]:
     for process in running:
         if process.is_running():
             process.kill()
-
-
-def wait_until(reached: Callable[[], bool], seconds: float = 180) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def is_training(run_dir: Path) -> bool:

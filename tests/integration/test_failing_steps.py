@@ -1,0 +1,136 @@
+"""Signals, updates whose numbers are not finite, and full disks in the middle of a run."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults import Faults, start
+from tests.integration.conftest import UnbrokenRun, Words
+from tests.integration.run_files import assert_same_run, checkpoint, metrics, saved_steps, state
+from tests.processes import Started, finish, wait_until
+
+STEPS = 9
+
+
+# --- signals ---
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name
+)
+def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(
+    number: signal.Signals, two_ranks: Callable[..., list[Started]], command: Callable[..., Words], tmp_path: Path
+) -> None:
+    assert finish(two_ranks("--checkpoint.every_steps", "0", signal_at_step=(3, number))) == [75, 75]
+    _, _, step = state(tmp_path / "run")
+    assert state(tmp_path / "run") == ("preempted", 75, step)
+    assert saved_steps(tmp_path / "run") == [step]
+    assert 4 <= step <= 6
+    assert finish(start(command(), tmp_path, ranks=2)) == [0, 0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [2, 4, 6, 8, 9]
+
+
+def test_a_second_interrupt_stops_at_once(command: Callable[..., Words], tmp_path: Path) -> None:
+    """Where the first one can't be met: the files hang."""
+    faults = Faults(bad_reads=tuple(range(48)), bad_read="hangs", bad_reads_after=60)
+    (process,) = start(command("--log.stall_seconds", "0.5"), tmp_path, faults)
+    wait_until(lambda: "no news for" in process.output(), process)
+    process.signal(signal.SIGINT)
+    wait_until(lambda: "SIGINT" in process.output(), process)
+    process.signal(signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT  # 130 in a shell
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize(
+    ("poison", "said"),
+    [
+        ("embeddings", "rank 0: a slice of view 1 can't be whitened"),
+        ("loss", "rank 0: the loss is not finite"),
+        ("gradient", "a gradient is not finite, though the loss is"),
+    ],
+)
+def test_numbers_that_fail_leave_the_update_out(
+    poison: str, said: str, command: Callable[..., Words], tmp_path: Path
+) -> None:
+    """Steps 3 and 4 make no update; the run's weights are those of a run that never made them."""
+    words = command("--log.every_steps", "3")
+    (process,) = start(words, tmp_path, Faults(poison=poison, poison_steps=(3, 5)))
+    assert process.wait() == 0, process.output()
+    for number, step in enumerate((3, 4), 1):
+        assert f"step {step}: {said}; no update was made on any rank ({number} in a row)" in process.output()
+    assert [line["skipped_steps"] for line in metrics(tmp_path / "run")] == [0, 2, 0]
+    assert all(0 < line["loss"] < 4 for line in metrics(tmp_path / "run"))
+    model = checkpoint(tmp_path / "run", STEPS)["model"]
+    assert all(value.isfinite().all() for value in model.values())
+    assert all(
+        moments["step"] == STEPS - 2 for moments in checkpoint(tmp_path / "run", STEPS)["optimizer"]["state"].values()
+    )
+
+
+def test_one_rank_whose_numbers_fail_is_named_and_no_rank_updates(
+    two_ranks: Callable[..., list[Started]], tmp_path: Path
+) -> None:
+    slices = ("--model.embedding_size", "4", "--wmse.slice_size", "8", "--max_skipped_steps", "2")
+    first, second = two_ranks(*slices, poison="embeddings", poison_steps=(3, 99))
+    assert finish([first, second]) == [1, 1]
+    assert "3 steps in a row failed (max_skipped_steps 2), the last 5: rank 1: a slice of view 1" in first.output()
+    assert "Try a smaller optimizer.learning_rate" in first.output()
+    assert "Traceback" not in first.output() + second.output()
+    assert state(tmp_path / "run") == ("failed", 1, 4)  # a fault that ends the run is known before step 6 is saved
+    assert all(value.isfinite().all() for value in checkpoint(tmp_path / "run", 4)["model"].values())
+
+
+# --- disks ---
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["full", "quota"])
+def test_a_full_disk_is_said_and_training_goes_on(
+    number: int, command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path
+) -> None:
+    (process,) = start(command(), tmp_path, Faults(full_disk=(1, 3), disk_errno=number))
+    assert process.wait() == 0, process.output()
+    assert "the checkpoint of step 4 was NOT saved" in process.output()
+    assert "2 save(s) in a row failed; a restart continues from step_00000002.pt" in process.output()
+    assert saved_steps(tmp_path / "run") == [2, 8, 9]
+    assert_same_run(tmp_path / "run", unbroken_run.folder)
+
+
+def test_a_full_disk_ends_the_run_where_that_is_the_policy(
+    command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path
+) -> None:
+    words = command("--checkpoint.on_failure", "stop")
+    (process,) = start(words, tmp_path, Faults(full_disk=(1, 99)))
+    assert process.wait() == 1
+    assert "a checkpoint could not be saved (checkpoint.on_failure is stop)" in process.output()
+    assert saved_steps(tmp_path / "run") == [2]
+    assert finish(start(words, tmp_path)) == [0]
+    assert_same_run(tmp_path / "run", unbroken_run.folder)
+
+
+def test_a_run_whose_last_checkpoint_is_not_written_has_failed(command: Callable[..., Words], tmp_path: Path) -> None:
+    (process,) = start(command(), tmp_path, Faults(full_disk=(4, 99)))
+    assert process.wait() == 1
+    assert "the last checkpoint could not be saved" in process.output()
+    assert "Traceback" not in process.output()
+    assert state(tmp_path / "run") == ("failed", 1, 8)
+
+
+def test_two_runs_in_one_folder_are_refused(command: Callable[..., Words], tmp_path: Path) -> None:
+    (first,) = start(command(), tmp_path, Faults(freeze_at_step=3))
+    wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, first)
+    before = state(tmp_path / "run")
+    (second,) = start(command(), tmp_path)
+    assert second.wait() == 2
+    assert f"run is in use by another process (process {first.pid} on " in second.output()
+    assert state(tmp_path / "run") == before
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 0

@@ -1,0 +1,120 @@
+"""Runs that are killed or meet files that fail, and then continue as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.faults import Faults, start
+from tests.integration.conftest import UnbrokenRun, Words
+from tests.integration.launch import run
+from tests.integration.run_files import assert_same_run, metrics, saved_steps
+from tests.processes import finish, wait_until
+
+# --- killed ---
+
+
+def test_killed_at_random_moments(command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path) -> None:
+    """From the start of a process to its end, also inside a save; every fifth start is left alone for longer."""
+    rng, kills, words = random.Random(0), 1, command("--checkpoint.every_steps", "1")
+    (process,) = start(words, tmp_path)
+    wait_until(lambda: bool(saved_steps(tmp_path / "run")), process)
+    process.kill()
+    while True:
+        (process,) = start(words, tmp_path)
+        patience = rng.uniform(0, unbroken_run.seconds) * (3 if kills % 5 == 4 else 1)
+        try:
+            assert process.wait(patience) == 0, process.output()
+        except TimeoutError:  # and killed it
+            kills += 1
+            continue
+        break
+    assert_same_run(tmp_path / "run", unbroken_run.folder)
+
+
+@pytest.mark.parametrize("place", ["writing", "fsync", "rename", "renamed"])
+def test_killed_inside_a_save(
+    place: str, command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path
+) -> None:
+    """The second save. What it left half done is not taken for a checkpoint, and goes."""
+    assert finish(start(command(), tmp_path, Faults(kill_in_save=(1, place)))) == [-signal.SIGKILL]
+    assert saved_steps(tmp_path / "run") == ([2, 4] if place == "renamed" else [2])
+    (process,) = start(command(), tmp_path)
+    assert process.wait() == 0, process.output()
+    assert f"continuing after step {4 if place == 'renamed' else 2}" in process.output()
+    assert "start 2 of this run" in process.output()
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert_same_run(tmp_path / "run", unbroken_run.folder)
+
+
+def test_from_one_rank_to_two_to_one(
+    command: Callable[..., Words], tiny_set: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    """The same images, order and augmentations; losses equal to rounding, with BatchNorm over all ranks."""
+    more = ("--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--log.every_steps", "1")
+    for ranks, end in ((1, "3"), (2, "6"), (1, "0")):
+        assert finish(start(command(*more, "--max_steps", end), tmp_path, ranks=ranks)) == [0] * ranks
+    assert finish(start(command(*more, "--run_dir", str(tmp_path / "whole")), tmp_path)) == [0]
+    for ours, whole in zip(metrics(tmp_path / "run"), metrics(tmp_path / "whole"), strict=True):
+        assert (ours["step"], ours["lr"]) == (whole["step"], whole["lr"])
+        assert ours["loss"] == pytest.approx(whole["loss"], rel=2e-3)
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("how", ["vanished", "cut"])
+def test_files_that_fail_are_replaced_alike_after_a_resume_and_by_two_ranks(
+    how: str, command: Callable[..., Words], tmp_path: Path
+) -> None:
+    bad = (3, 4, 30)
+    more = ("--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--log.every_steps", "1")
+    lines = []
+    for name, (ranks, kill_at_step) in {"whole": (0, -1), "killed": (1, 1), "two": (2, 4)}.items():
+        run_dir = tmp_path / name
+        words = command(*more, "--run_dir", str(run_dir))
+        if ranks:
+            struck = start(words, tmp_path, Faults(bad_reads=bad, bad_read=how, kill_at_step=kill_at_step), ranks=ranks)
+            assert finish(struck) == [-signal.SIGKILL] * ranks
+        assert finish(start(words, tmp_path, Faults(bad_reads=bad, bad_read=how))) == [0]
+        found = [json.loads(line)["id"] for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
+        assert sorted(found) == list(bad), name
+        lines.append(metrics(run_dir))
+    assert lines[1] == lines[0]
+    assert [line["loss"] for line in lines[2]] == pytest.approx([line["loss"] for line in lines[0]], rel=2e-3)
+
+
+def test_a_passing_fault_of_a_file_system_costs_no_image(
+    command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path
+) -> None:
+    (process,) = start(command(), tmp_path, Faults(bad_reads=tuple(range(5)), bad_read="io_error_once"))
+    assert process.wait() == 0, process.output()
+    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
+    assert_same_run(tmp_path / "run", unbroken_run.folder)
+
+
+# --- long runs ---
+
+
+def test_nothing_grows_over_many_epochs(command: Callable[..., Words], tmp_path: Path) -> None:
+    """40 epochs of 3 steps, saved and logged all the time: a straight line after the third is level. In a process that was
+    not forked: pages that it comes to own would count as growth."""
+    watch = tmp_path / "sizes.txt"
+    words = command("--optimizer.epochs", "40", "--log.tensorboard", "true")
+    done = run("-m", "tests.faults", json.dumps({"watch": str(watch)}), *map(str, words))
+    assert done.returncode == 0, done.stderr
+    table = np.array([line.split() for line in watch.read_text().splitlines()], dtype=float)
+    epochs, late = table[:, 0] / 3, table[:, 0] >= 9
+    first, second = np.triu_indices(late.sum(), 1)
+    steepness = (table[late, 1][second] - table[late, 1][first]) / (epochs[late][second] - epochs[late][first])
+    slope = np.median(steepness) / table[late, 1].mean()  # of all pairs: a step here and there is no growth
+    assert slope < 1e-3, f"the memory grows by {slope:.2%} an epoch"
+    files, threads = table[late, 2], table[late, 3]
+    assert files.max() - files.min() <= 2  # a checkpoint being written
+    assert threads.max() - threads.min() <= 1
