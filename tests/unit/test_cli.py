@@ -57,7 +57,7 @@ def test_prepare_and_preview(
     assert main(["prepare", str(tiny_set), str(tmp_path / "shards")]) == 0
     words = ["--config", str(tiny_config), "--data.root", str(tmp_path / "shards")]
     assert main(["preview", *words, "--out", str(tmp_path / "grid.png"), "--images", "3"]) == 0
-    assert "3 images, each beside its 2 views" in capsys.readouterr().out
+    assert "3 images and the 2 views of each" in capsys.readouterr().out
     from PIL import Image
 
     with Image.open(tmp_path / "grid.png") as picture:
