@@ -292,7 +292,7 @@ def wait_for(condition: Callable[[], bool], process: Started, seconds: float = 1
 @pytest.mark.parametrize(
     ("poison", "said"),
     [
-        ("embeddings", "rank 0: a slice of view 1 can't be whitened"),
+        ("embeddings", "rank 0: a slice of view 1 cannot be whitened"),
         ("loss", "rank 0: the loss is not finite"),
         ("gradient", "a gradient is not finite, though the loss is"),
     ],

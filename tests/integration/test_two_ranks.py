@@ -12,7 +12,7 @@ from tests.integration.two_ranks_worker import CASES
 from trainer.cli import main
 from trainer.run.faults import describe_fault
 
-WMSE_CHECKS = [f"a slice of view {view} can't be whitened" for view in range(2)]
+WMSE_CHECKS = [f"a slice of view {view} cannot be whitened" for view in range(2)]
 WORKER = "tests/integration/two_ranks_worker.py"
 Results = dict[str, dict[str, torch.Tensor]]
 
@@ -52,7 +52,7 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
     assert wishes == [True, False]  # stop as the last rank wished, save
     assert (fault > 0) == ("fails" in case)
     if fault:
-        assert describe_fault(fault, WMSE_CHECKS, 2, 1) == "rank 1: a slice of view 0 can't be whitened"
+        assert describe_fault(fault, WMSE_CHECKS, 2, 1) == "rank 1: a slice of view 0 cannot be whitened"
 
 
 def test_a_line_is_of_all_ranks(results: tuple[Results, Results]) -> None:

@@ -23,7 +23,7 @@ def test_numbers_of_the_plan(tiny_config: Path) -> None:
         "images: 50 in (no data.root); 3 steps per epoch, which leave 2 other images unused each time",
         "steps: 9 = 3 epochs x 3; warm-up 2 steps, then half a cosine to 0",
         "16 images (global batch size) x 2 views on 2 rank(s), 8 images = 16 views per rank",
-        "6 slices of 16 x 8 a step; groups of 2 neighbouring ranks compute the loss together",
+        "6 slices of 16 x 8 in each step; groups of 2 neighbouring ranks compute the loss together",
     ):
         assert part in text
     assert "compute the loss together" not in "\n".join(plan_lines(config, 50, 1))
