@@ -251,7 +251,7 @@ def test_a_full_disk_gives_one_line_with_path_and_advice(
     with files_up_to(1500):
         assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
     *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"error: can't write {tmp_path / 'run'}/")
+    assert last.startswith(f"error: cannot write {tmp_path / 'run'}/")
     assert "File too large (" in last
     assert "MiB are free on its disk" in last
     assert "Free some space there, or use another folder" in last
