@@ -71,7 +71,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         "optimizer: {name: adam, backend: triton}", tmp_path
     )
     late = "views: {early_sizes: [96], early_size_epochs: [9]}\noptimizer: {epochs: 9}"
-    assert "early_size_epochs is [9]: the last must be below optimizer.epochs 9" in problems(late, tmp_path)
+    assert "early_size_epochs is [9]: set the last one below optimizer.epochs 9" in problems(late, tmp_path)
 
 
 def test_all_problems_at_once_with_the_nearest_key(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         _refuse_aliases_and_nesting(text)
         tree = yaml.load(text, _TextLoader)  # noqa: S506 (a SafeLoader)
     except FileNotFoundError:
-        raise InputError(f"{path}: no such config file; configs/ has one for each recipe") from None
+        raise InputError(f"no config file {path}: give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"cannot read config {path}: {reason}") from error

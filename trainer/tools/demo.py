@@ -25,7 +25,7 @@ from trainer.files import shipped_folder, write_text
 # Accuracies of an encoder, by their names in report.json, and their labels.
 _MEASURES = {
     "knn_top1": "5-nn",
-    "linear_top1": "linear",
+    "linear_top1": "linear, raw features",
     "linear_standardised_top1": "linear, standardised",
 }
 
@@ -121,7 +121,7 @@ def _draw(run_dir: Path, report: dict[str, Any]) -> Path:
         heights = [report[prefix + name] for name in _MEASURES]
         drawn = bars.bar(places, heights, 0.38, label=label)
         bars.bar_label(drawn, fmt="%.1f")
-    bars.axhline(report["pixels_knn_top1"], color="grey", linestyle=":", label="5-nn, raw pixels")
+    bars.axhline(report["pixels_knn_top1"], color="grey", linestyle=":", label="5-nn of raw pixels")
     bars.set(title="top-1, %", xticks=positions, xticklabels=_MEASURES.values(), ylim=(40, 100))
     bars.legend(loc="upper left")
 
@@ -142,7 +142,7 @@ def _print(report: dict[str, Any], picture: Path) -> None:
         before = report[f"random_{name}"]
         after = report[name]
         table.add_row(label, f"{before:.1f}", f"{after:.1f}", f"{after - before:+.1f}")
-    table.add_row("5-nn, raw pixels", "", f"{report['pixels_knn_top1']:.1f}", "")
+    table.add_row("5-nn of raw pixels", "", f"{report['pixels_knn_top1']:.1f}", "")
     console = Console()
     console.print(table)
     console.print(f"loss curve and views: {picture}", soft_wrap=True)
