@@ -1,3 +1,3 @@
-"""Self-supervised pre-training of image encoders by whitening (W-MSE)."""
+"""Self-supervised pre-training of image encoders: W-MSE (whitening) and other methods."""
 
 __version__ = "0.1.0"

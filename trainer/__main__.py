@@ -1,4 +1,4 @@
-"""python -m trainer: the same as the command wmse."""
+"""Entry point of `python -m trainer`, which is the same as the command `wmse`."""
 
 import sys
 

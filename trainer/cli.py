@@ -1,4 +1,4 @@
-"""wmse COMMAND ...: one small function a command. Each imports only what it runs."""
+"""Command line `wmse COMMAND ...`, with a function for each command. Each function only imports what it needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Words = Sequence[str]
 
 
 def main(words: Words | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 75 preempted."""
+    """Run a command. Returns the exit code: 0 done, 1 failed, 2 bad input, 75 preempted, 130 interrupted."""
     from trainer.tools.terminal import lasting_stderr
 
     with lasting_stderr():
@@ -33,20 +33,20 @@ def _main(words: Words | None) -> int:
     if words[0] == "--version":
         print(f"wmse {trainer.__version__}")
         return DONE
-    # OpenMP threads that spin while they wait take cores away from DALI's threads; must be set before torch is loaded
+    # OpenMP threads that spin while they wait take cores away from the threads of DALI. Set this before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # DALI's decoder alone uses dozens of streams: with CUDA's 8 hardware queues unrelated work would wait in line
+    # The decoder of DALI uses dozens of streams. With the default of 8 hardware queues, unrelated work would wait for it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         _check_own_packages()
         if words[0] not in COMMANDS:
-            hint = closest(words[0], COMMANDS) or f"; there are: {', '.join(COMMANDS)}"
+            hint = closest(words[0], COMMANDS) or f": choose one of {', '.join(COMMANDS)}"
             raise InputError(f"unknown command {words[0]!r}{hint}")
         return COMMANDS[words[0]](words[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except BrokenPipeError:  # the reader of the output closed it, as `head` does
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
     except OSError as error:
@@ -57,20 +57,25 @@ def _main(words: Words | None) -> int:
         print(f"error: {describe_os_error(error)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("stopped at once", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
 def _overview() -> str:
-    lines = [f"  {name:<11} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: wmse COMMAND ...   (wmse COMMAND --help tells more)", "", *lines])
+    """List the commands with the first line of their docstrings."""
+    lines = ["usage: wmse COMMAND ...   (see wmse COMMAND --help)", ""]
+    for name, command in COMMANDS.items():
+        summary = (command.__doc__ or "").splitlines()[0]
+        lines.append(f"  {name:<11} {summary}")
+    return "\n".join(lines)
 
 
 def _check_own_packages() -> None:
-    """Raise InputError if another package named `kernels`, which is a common name, was imported instead of ours."""
+    """Raise InputError if another package with the common name `kernels` was imported instead of ours."""
     import kernels
 
-    ours, theirs = Path(trainer.__file__).parents[1], Path(kernels.__file__).parents[1]
+    ours = Path(trainer.__file__).parents[1]
+    theirs = Path(kernels.__file__).parents[1]
     if ours != theirs:
         raise InputError(
             f"the package 'kernels' was imported from {theirs}, not from {ours}: uninstall the other one, or run in the "
@@ -79,7 +84,7 @@ def _check_own_packages() -> None:
 
 
 def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
-    """The parser of a command, named and described after its function."""
+    """Build the parser of a command, with the name and the docstring of its function."""
     name = command.__name__.replace("_", "-")
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(
@@ -90,7 +95,7 @@ def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
 def _parse_with_settings(
     parser: argparse.ArgumentParser, words: Words, sub_parsers: Sequence[argparse.ArgumentParser] = ()
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Split the words into a command's own options and the rest, which are settings; --help lists both."""
+    """Split the words into the options of a command and the other words, which are settings. --help lists both."""
     parsers = [parser, *sub_parsers]
     if "--help" in words or "-h" in words:
         from jsonargparse import ArgumentParser
@@ -103,7 +108,11 @@ def _parse_with_settings(
             each.formatter_class = argparse.RawDescriptionHelpFormatter
             each.epilog = settings.format_help().removeprefix("usage: ")
     own, rest = parser.parse_known_args(words)
-    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
+    # An option with hyphens instead of underscores would otherwise count as an unknown setting.
+    for word in rest:
+        name, _, _ = word.partition("=")
+        if not name.startswith("--"):
+            continue
         meant = f"--{name[2:].replace('-', '_')}"
         if name != meant and any(meant in each._option_string_actions for each in parsers):
             raise InputError(f"unknown option {name}: did you mean {meant}?")
@@ -117,29 +126,32 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         required=True,
         action="append",
         metavar="FILE",
-        help="the experiment: YAML, or the name of a recipe in configs/; given again, a later file overrides those before it",
+        help="YAML file with settings, or name of a recipe in configs/; if repeated, a later file overrides earlier ones",
     )
 
 
 def _number_of_ranks(own: argparse.Namespace) -> int:
-    """The value of --ranks, 1 if it is not given. Raises InputError if it is below 1."""
+    """Return the value of --ranks, or 1 without this option. Raises InputError if it is below 1."""
     if own.ranks is not None and own.ranks < 1:
         raise InputError(f"--ranks is {own.ranks}: give at least 1")
     return own.ranks or 1
 
 
 def pretrain(words: Words) -> int:
-    """Pre-train an encoder by W-MSE; the same command resumes it."""
+    """Pre-train an encoder, or resume the run; both take the same command."""
     parser = _parser(pretrain)
     _add_config(parser)
     parser.add_argument(
-        "--dry_run", action="store_true", help="print what the run would do (steps, rate, slices, memory) and stop"
+        "--dry_run",
+        action="store_true",
+        help="print the plan of the run (steps, learning rate, slices, memory) without starting it",
     )
     parser.add_argument("--ranks", type=int, metavar="R", help="number of ranks that the dry run assumes (default 1)")
     own, settings = _parse_with_settings(parser, words)
     from trainer.run.signals import stop_on_signals
 
-    with stop_on_signals() as stop:  # before the imports that take seconds: a scheduler's signal may come at any time
+    # Handle signals before the imports, which take seconds: a scheduler may send a signal at any time.
+    with stop_on_signals() as stop:
         return _pretrain(own, settings, stop)
 
 
@@ -155,14 +167,16 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
             print(line, flush=True)
         return DONE
     if own.ranks is not None:
-        raise InputError("--ranks is for --dry_run; start several ranks with torchrun --nproc_per_node or srun")
+        raise InputError(
+            "--ranks only applies to --dry_run: start several ranks with torchrun --nproc_per_node or srun"
+        )
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from trainer.errors import TrainingFailedError
     from trainer.loop import pretrain as run
 
     try:
-        # `record`: under torchrun the traceback of the first rank to fail then ends the job's log
+        # `record` makes torchrun end the log of the job with the traceback of the rank that failed first.
         return int(record(run)(config, stop, sources) or DONE)
     except TrainingFailedError as error:
         logging.getLogger(__name__).error("%s", error)
@@ -170,7 +184,7 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
 
 
 def launch(words: Words) -> int:
-    """Start a pre-training run on all GPUs of this machine, or submit it to SLURM; checks everything first."""
+    """Check a pre-training run, then start it on all GPUs of this machine or submit it to SLURM."""
     from trainer.cluster.cli import add_launch_arguments, run_launch
 
     parser = _parser(launch)
@@ -180,11 +194,15 @@ def launch(words: Words) -> int:
 
 
 def stop(words: Words) -> int:
-    """Save a checkpoint and stop a run for good, running or queued; it is not requeued."""
+    """Save a checkpoint of a run, and stop it for good. It is not requeued."""
     parser = _parser(stop)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, or of an array's runs")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder, or folder with the runs of an array")
     parser.add_argument(
-        "--wait_seconds", type=float, default=120.0, metavar="S", help="how long to wait for it to stop (default 120)"
+        "--wait_seconds",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds to wait for the run to stop (default 120)",
     )
     own = parser.parse_args(words)
     from trainer.cluster.runs import find_runs
@@ -196,18 +214,21 @@ def stop(words: Words) -> int:
 
 
 def preview(words: Words) -> int:
-    """Draw images and their views, as the model sees them, into a PNG."""
+    """Draw images and their views, as the encoder sees them, to a PNG file."""
     parser = _parser(preview)
     _add_config(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("preview.png"), metavar="PNG", help="file to write (default preview.png)"
     )
-    parser.add_argument("--images", type=int, default=8, metavar="N", help="number of images, one a row (default 8)")
+    parser.add_argument(
+        "--images", type=int, default=8, metavar="N", help="number of images, each in one row (default 8)"
+    )
     own, settings = _parse_with_settings(parser, words)
     from trainer.config.loading import load_config
     from trainer.tools.preview import write_preview
 
-    print(write_preview(load_config(own.config, settings, check_method=False), own.images, own.out))
+    config = load_config(own.config, settings, check_method=False)
+    print(write_preview(config, own.images, own.out))
     return DONE
 
 
@@ -221,22 +242,22 @@ def _evaluation(command: Callable[[Words], int], words: Words, measures: Words) 
 
 
 def probe(words: Words) -> int:
-    """Measure a run's encoder by the linear probe, on raw and on standardised features."""
+    """Measure the encoder of a run by the linear probe, on raw and on standardised features."""
     return _evaluation(probe, words, ["linear"])
 
 
 def knn(words: Words) -> int:
-    """Measure a run's encoder by its nearest neighbours."""
+    """Measure the encoder of a run by k-nearest neighbours (k-NN)."""
     return _evaluation(knn, words, ["knn"])
 
 
 def evaluate(words: Words) -> int:
-    """Measure both as probe and knn do, on features computed once."""
+    """Measure the encoder of a run by the linear probe and by k-NN, with features that are computed once."""
     return _evaluation(evaluate, words, ["linear", "knn"])
 
 
 def status(words: Words) -> int:
-    """Show where runs stand: state, step, rate, loss, SLURM job, last evaluation."""
+    """Show the status of runs: state, step, speed, loss, SLURM job, last evaluation."""
     parser = _parser(status)
     parser.add_argument(
         "runs",
@@ -245,7 +266,7 @@ def status(words: Words) -> int:
         metavar="RUN",
         help="run folders, or folders of run folders (default: all in ./runs)",
     )
-    parser.add_argument("--json", action="store_true", help="print a list of objects instead of the table")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
     own = parser.parse_args(words)
     from trainer.cluster.status import show_status
 
@@ -254,7 +275,7 @@ def status(words: Words) -> int:
 
 
 def prepare(words: Words) -> int:
-    """Make tar shards with an index from an image folder or a named set."""
+    """Write tar shards with an index from an image folder or a named data set."""
     from trainer.data.cli import add_prepare_arguments, run_prepare
 
     parser = _parser(prepare)
@@ -263,7 +284,7 @@ def prepare(words: Words) -> int:
 
 
 def check_data(words: Words) -> int:
-    """Decode every image that training would read and name each that it can't; exit code 1 if there is one."""
+    """Decode every image of a data set, and list the unusable ones. The exit code is 1 if it finds any."""
     from trainer.data.cli import add_check_arguments, run_check
 
     parser = _parser(check_data)
@@ -272,7 +293,7 @@ def check_data(words: Words) -> int:
 
 
 def bench(words: Words) -> int:
-    """Measure: loss, loader, compute, end2end, checkpoint, growth, or all of a training. JSON on the last line."""
+    """Measure the speed of loss, loader, compute, end2end, checkpoint, growth or all. Prints JSON on the last line."""
     from trainer.bench.cli import add_arguments, run_bench
 
     parser = _parser(bench)
@@ -282,7 +303,7 @@ def bench(words: Words) -> int:
 
 
 def demo(words: Words) -> int:
-    """Train on real images in minutes, measure what was learnt, end with a table and a picture."""
+    """Train on real images for some minutes, evaluate the encoder, and end with a table and a picture."""
     from trainer.tools.demo import add_arguments, run_demo
 
     parser = _parser(demo)

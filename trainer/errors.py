@@ -1,4 +1,4 @@
-"""The exceptions that end a command with a message, and the exit codes of the commands."""
+"""Exceptions that end a command with a message, and exit codes of the commands."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ INTERRUPTED = 130
 
 
 class InputError(ValueError):
-    """Bad input: the message says what is wrong, where, and how to fix it. The command line prints it and exits with 2."""
+    """Bad input of the user. The message says what is wrong, where, and how to fix it; the command exits with BAD_INPUT."""
 
 
 class TrainingFailedError(RuntimeError):
-    """Training can't go on; the last good checkpoint stays. The command line logs it and exits with 1."""
+    """Training that cannot continue. The last good checkpoint stays; the command logs the message and exits with FAILED."""
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return BAD_INPUT for what the user can fix (bad input, a file that can't be read or written), else FAILED."""
+    """Return BAD_INPUT if the user can fix the error (bad input, a file that cannot be read or written), else FAILED."""
     names_file = isinstance(error, OSError) and error.filename is not None
     code = BAD_INPUT if names_file or isinstance(error, InputError) else FAILED
-    return int(getattr(error, "exit_code", code))  # LostRankError has that of the rank that failed first
+    # A LostRankError has the exit code of the rank that failed first.
+    return int(getattr(error, "exit_code", code))

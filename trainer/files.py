@@ -1,4 +1,4 @@
-"""Atomic writes, and messages for files that can't be read or written."""
+"""Write files atomically, and describe files that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import BinaryIO
 from trainer.errors import InputError
 
 _ROOT = Path(__file__).parents[1]
+# Errors of a disk or a quota that is full, and of a file above the size limit.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors that are faults of the machine and not of a file, and the advice for them.
 _MACHINE_FAULTS = {
     errno.EMFILE: "allow more open files (`ulimit -n 4096`)",
     errno.ENFILE: "the machine has too many open files: raise fs.file-max, or end other programs",
@@ -23,26 +25,28 @@ _MACHINE_FAULTS = {
 _ADVICE = {
     errno.EACCES: "change the permissions of the file or its folder, or use another one",
     errno.EPERM: "change the permissions of the file or its folder, or use another one",
-    errno.EROFS: "use a folder that can be written",
+    errno.EROFS: "use a folder on a disk that is not read-only",
     **_MACHINE_FAULTS,
 }
 
 
 def shipped_folder(name: str) -> Path:
-    """Return a folder that comes with the program: beside the packages in a checkout, inside `trainer` if it is installed."""
-    return next(folder for folder in (_ROOT / name, _ROOT / "trainer" / name) if folder.is_dir())
+    """Return a folder that comes with the program."""
+    # It lies beside the packages in a checkout, and inside `trainer` in an installation.
+    candidates = (_ROOT / name, _ROOT / "trainer" / name)
+    return next(folder for folder in candidates if folder.is_dir())
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write a temporary file, fsync it, rename it to `path`, and fsync the folder: a crash leaves the old file or the new one.
+    """Write a temporary file, fsync it, rename it to `path`, and fsync the folder.
 
-    Raises OSError naming `path`."""
+    A crash leaves either the old file or the new one. Raises OSError with the name `path`."""
     try:
         with _atomic_write(path) as file:
             yield file
     except OSError as error:
-        # the error of a failed write has no name, that of a failed creation has the temporary file's
+        # The error of a failed write has no file name, and the error of a failed creation names the temporary file.
         if error.filename is None or error.errno in _NO_ROOM:
             error.filename = str(path)
         raise
@@ -59,9 +63,10 @@ def _atomic_write(path: Path) -> Iterator[BinaryIO]:
         os.chmod(temporary, 0o644)  # mkstemp's files are private; results are shared
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # the folder may be gone; the first error is the one to report
+        with suppress(OSError):  # the folder may be gone, and the first error is the one to report
             os.unlink(temporary)
         raise
+    # Make the renaming itself durable.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -70,32 +75,33 @@ def _atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small text file atomically, as UTF-8. Raises OSError naming `path`."""
+    """Write a small text file atomically as UTF-8. Raises OSError with the name `path`."""
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def describe_os_error(error: OSError, needed: int | None = None) -> str:
-    """Say in one line which file, what is wrong and what to do about it. needed: bytes that the file takes, if known."""
+    """Describe in one line the file, the error and the fix. needed: size of the file in bytes, if known."""
     path = str(error.filename or "a file")
     if error.errno in _NO_ROOM:
         size = f"{needed / 2**20:.1f} MiB are needed, " if needed is not None else ""
-        return (
-            f"can't write {path}: {error.strerror} ({size}{_free(path)}). Free some space there, or use another folder"
-        )
+        space = size + _describe_free_space(path)
+        return f"cannot write {path}: {error.strerror} ({space}). Free some space there, or use another folder"
     advice = _ADVICE.get(error.errno or 0)
-    return f"{path}: {error.strerror}" + (f": {advice}" if advice else "")
+    described = f"{path}: {error.strerror}"
+    return f"{described}: {advice}" if advice else described
 
 
 def refuse_machine_fault(error: OSError) -> None:
-    """Raise InputError if the machine is at fault, so that the file that was being read is not blamed for it."""
+    """Raise InputError for an error that is a fault of the machine, so that the file is not reported as damaged."""
     if error.errno in _MACHINE_FAULTS:
-        raise InputError(f"can't read {describe_os_error(error)}") from error
+        raise InputError(f"cannot read {describe_os_error(error)}") from error
 
 
-def _free(path: str) -> str:
+def _describe_free_space(path: str) -> str:
     folder = os.path.dirname(os.path.abspath(path))
     try:
-        return f"{shutil.disk_usage(folder).free / 2**20:.1f} MiB are free on its disk, a quota may allow less"
+        free_mib = shutil.disk_usage(folder).free / 2**20
     except OSError:
-        return f"{folder} can't be looked at"
+        return f"the free space of {folder} is unknown"
+    return f"{free_mib:.1f} MiB are free on its disk, a quota may allow less"

@@ -1,4 +1,4 @@
-"""Declare a metric: how it is gathered over steps and ranks, and how it is shown."""
+"""Declare a metric: how its values are joined over steps and ranks, and how it is shown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """One name in metrics.jsonl."""
+    """Declaration of one metric in metrics.jsonl."""
 
     group: str = ""
     """Group in TensorBoard; empty: no curve."""
@@ -15,4 +15,4 @@ class Metric(NamedTuple):
     over: Literal["mean", "min"] = "mean"
     """How the values of a method's metric are joined over micro-batches, steps and ranks."""
     only_if_not_zero: bool = False
-    """Leave it out of the log line while it is 0."""
+    """Whether the log line omits the metric while it is 0."""

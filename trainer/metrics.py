@@ -1,4 +1,4 @@
-"""Metrics of a run: kept on the device and read late, then written to metrics.jsonl, TensorBoard and the log.
+"""Metrics of a run: collected on the device, read two steps later, written to metrics.jsonl, TensorBoard and the log.
 
 A metric has the same name everywhere; docs/metrics.md explains each name.
 """
@@ -32,7 +32,7 @@ from trainer.run.tensorboard import Board
 from trainer.step import RankFlags, StepResult
 
 _log = logging.getLogger(__name__)
-# of every method; a method adds its own (`Method.metrics`)
+# Metrics of every method. A method adds others (`Method.metrics`).
 _COMMON = {
     "step": Metric(),
     "epoch": Metric(),
@@ -58,81 +58,89 @@ def all_metrics(of_method: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 class DelayedMetrics:
-    """Small values on the device that the host reads `delay` steps later, when they are long copied, so that it never waits."""
+    """Copies small values from the device to the host, which reads them `delay` steps later and so never waits for them."""
 
     def __init__(self, delay: int) -> None:
         self._delay = delay
         self._waiting: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
 
     def add(self, step: int, flags: RankFlags, known: Mapping[str, Any], metrics: Mapping[str, Tensor]) -> None:
-        """Start to copy the values of step `step` to the host.
+        """Start to copy the flags and metrics after `step` steps to the host.
 
-        known: values that are on the host already. metrics: 0-d tensors by name, if a line is due.
+        known: values that are already on the host. metrics: 0-d tensors by name; empty if no line is due.
         """
+        # Join all values in one tensor, which takes one copy. float64 holds flags exactly.
         on_device = {**flags._asdict(), **metrics}
-        # float64 holds flags exactly, too
-        values = torch.stack([value.double() for value in on_device.values()]) if metrics else torch.stack(list(flags))
+        tensors = [value.double() for value in on_device.values()] if metrics else list(flags)
+        values = torch.stack(tensors)
         event = None
         if values.device.type == "cuda":
-            host = torch.empty_like(values, device="cpu", pin_memory=True)  # a copy to pageable memory would wait
+            # A copy to pageable memory would wait for the device, and a spinning event would occupy a core.
+            host = torch.empty_like(values, device="cpu", pin_memory=True)
             host.copy_(values, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # a spinning wait would take a core
+            event = torch.cuda.Event(blocking=True)
             event.record()
         else:
             host = values.detach().clone()
-        self._waiting.append(({"step": step, **known}, list(on_device), host, event))
+        record = {"step": step, **known}
+        self._waiting.append((record, list(on_device), host, event))
 
     def ready(self, step: float = math.inf) -> list[dict[str, Any]]:
-        """Return the records that are due after `step` steps, in order; without `step`, all of them. A record holds `known`,
-        the flags by name, and the metrics if there were any."""
+        """Return the records that are due after `step` steps, in order; without `step`, all records.
+
+        A record holds `known`, the flags and the metrics, all by name."""
         due = []
         while self._waiting and self._waiting[0][0]["step"] <= step - self._delay:
             known, names, host, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
-            due.append(known | dict(zip(names, host.tolist(), strict=True)))
+            values = dict(zip(names, host.tolist(), strict=True))
+            due.append(known | values)
         return due
 
 
 class MetricSums:
-    """Loss and metrics of a method since the last logged line, on the device. Steps whose update was skipped count only for
-    metrics that keep the smallest value."""
+    """Sums of the loss and the metrics of a method since the last logged line, on the device.
+
+    Skipped updates only count for metrics that keep the smallest value."""
 
     def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
         self._means = ["loss", *(name for name, metric in metrics.items() if metric.over == "mean")]
         self._minima = [name for name, metric in metrics.items() if metric.over == "min"]
-        # a sum for each mean, then the numbers of applied and of skipped updates
+        # The sum for each mean, then the numbers of applied and of skipped updates.
         self._sums = torch.zeros(len(self._means) + 2, dtype=torch.float64, device=device)
         self._smallest = torch.full((len(self._minima),), torch.inf, dtype=torch.float64, device=device)
 
     def add(self, result: StepResult) -> None:
-        """Add one step."""
+        """Add the loss and the metrics of one step."""
         values = {"loss": result.loss, **result.metrics}
         applied = ~result.skipped
         means = torch.stack([values[name].double() for name in self._means])
         counts = torch.stack([applied, result.skipped]).double()
+        # A skipped update adds 0, even if its loss is NaN.
         self._sums += torch.cat([torch.where(applied, means, 0.0), counts])
         if self._minima:
             smallest = torch.stack([values[name].double() for name in self._minima])
             self._smallest = torch.minimum(self._smallest, smallest)
 
     def take(self, embeddings: Tensor, ranks: Ranks) -> dict[str, Tensor]:
-        """Return the metrics of the steps since the last call, over all ranks: 0-d float64, by their names in
-        metrics.jsonl."""
+        """Return the metrics of the steps since the last call over all ranks, 0-d float64, by their names in metrics.jsonl."""
         sums, smallest = self._over_ranks(ranks)
         self._sums.zero_()
         self._smallest.fill_(torch.inf)
         applied, skipped = sums[-2:]
+        means = sums[:-2] / applied  # NaN if no update was applied
         return {
-            **dict(zip(self._means, (sums[:-2] / applied).unbind(), strict=True)),  # NaN if no update was applied
+            **dict(zip(self._means, means.unbind(), strict=True)),
             **dict(zip(self._minima, smallest.unbind(), strict=True)),
             "effective_rank": effective_rank(embeddings, ranks),
             "skipped_steps": skipped / ranks.world_size,
         }
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
-        """Return the state for a checkpoint between two logged lines: a rank's share of the sums over all. Every rank calls
-        this."""
+        """Return the state for a checkpoint between two logged lines: the sums over all ranks, divided by their number.
+
+        Every rank calls this."""
         sums, smallest = self._over_ranks(ranks)
         return {"sums": sums / ranks.world_size, "smallest": smallest}
 
@@ -152,48 +160,59 @@ class MetricSums:
 
 
 def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
-    """Compute (tr S)^2 / |S|^2 of the covariance S of all ranks' embeddings, 0-d: k if S is a multiple of the identity, 1 if
-    all lie on a line. In float64, since it is a difference of large sums; computed on logged steps only.
+    """Compute the effective rank (tr S)^2 / |S|^2 of the covariance S of the embeddings of all ranks, 0-d.
+
+    It is k if S is a multiple of the identity, and 1 if all embeddings lie on a line. It is computed in float64, because it
+    is a difference of large sums, and only on logged steps.
 
     embeddings: (R, k). Every rank calls this.
     """
-    x = torch.cat([embeddings.double(), torch.ones_like(embeddings[:, :1], dtype=torch.float64)], dim=1)
-    products = x.T @ x  # of columns, and of columns with ones: sums
+    # A column of ones adds the sums of the columns to their products, so that one all-reduce joins both.
+    ones = torch.ones_like(embeddings[:, :1], dtype=torch.float64)
+    x = torch.cat([embeddings.double(), ones], dim=1)
+    products = x.T @ x
     if ranks.world_size > 1:
         dist.all_reduce(products)
-    sums, count = products[:-1, -1], products[-1, -1]
+    sums = products[:-1, -1]
+    count = products[-1, -1]
     covariance = products[:-1, :-1] - sums.outer(sums) / count
-    return covariance.diagonal().sum().square() / covariance.square().sum()
+    trace = covariance.diagonal().sum()
+    return trace.square() / covariance.square().sum()
 
 
 class Clock:
-    """Rates, waits and the time left, since the last logged line."""
+    """Measures speed, data wait and time left since the last logged line."""
 
     def __init__(
         self, images_per_step: int, num_views: int, steps_per_epoch: int, first_step: int, end_step: int
     ) -> None:
-        self._images_per_step, self._num_views = images_per_step, num_views
-        self._steps_per_epoch, self._end_step = steps_per_epoch, end_step
+        self._images_per_step = images_per_step
+        self._num_views = num_views
+        self._steps_per_epoch = steps_per_epoch
+        self._end_step = end_step
         self._step = first_step
         self._since = time.perf_counter()
         self._wait = 0.0
         self._step_seconds = 0.0  # smoothed, for the time left
 
     def waited(self, seconds: float) -> None:
-        """Add a wait for data."""
+        """Add a wait for images."""
         self._wait += seconds
 
     def line(self, step: int) -> dict[str, Any]:
-        """Return the values of a line after `step` steps, by the names in metrics.jsonl, and start a new interval."""
+        """Return the values of a line after `step` steps, by their names in metrics.jsonl, and start a new interval."""
         now = time.perf_counter()
-        seconds = (now - self._since) / (step - self._step)
+        elapsed = now - self._since
+        seconds = elapsed / (step - self._step)
+        # Smooth the time of a step, so that the time left does not jump.
         self._step_seconds = 0.7 * self._step_seconds + 0.3 * seconds if self._step_seconds else seconds
+        images_per_s = self._images_per_step / seconds
         line = {
             "epoch": round(step / self._steps_per_epoch, 4),
-            "images_per_s": round(self._images_per_step / seconds, 3),
-            "views_per_s": round(self._images_per_step * self._num_views / seconds, 3),
+            "images_per_s": round(images_per_s, 3),
+            "views_per_s": round(images_per_s * self._num_views, 3),
             "seconds_per_step": round(seconds, 5),
-            "data_wait": round(self._wait / (now - self._since), 4),
+            "data_wait": round(self._wait / elapsed, 4),
             "eta_seconds": round(self._step_seconds * (self._end_step - step), 1),
             "time": round(time.time(), 3),
         }
@@ -204,7 +223,7 @@ class Clock:
 
 
 class MetricsWriter:
-    """Writes the metrics of a run, on the first rank. Drops lines after `first_step` that an earlier start wrote."""
+    """Writes the metrics of a run on rank 0. It drops the lines after `first_step` that an earlier start wrote."""
 
     def __init__(
         self,
@@ -215,32 +234,34 @@ class MetricsWriter:
         method: Method | None = None,
         board: Board | None = None,
     ) -> None:
-        """epochs: of the whole run. method: whose metrics are written beside the common ones. board: None: no TensorBoard."""
+        """epochs: length of the whole run. method: adds its metrics to the common ones. board: None: no TensorBoard."""
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, first_step)
         self._file = self._path.open("ab", buffering=0)
-        self._unwritten = b""  # while the disk is full
-        self._board, self._has_views = board, False
+        self._unwritten = b""  # lines that could not be written, for example because the disk is full
+        self._board = board
+        self._has_views = False
         self._bar = RunBar(first_step, end_step)
         self._collapse = CollapseWatch()
         self._method = method or Method()
         self._metrics = all_metrics(self._method.metrics)
-        self._end_step, self._epochs = end_step, epochs
+        self._end_step = end_step
+        self._epochs = epochs
 
     def show_step(self, step: int, views: Tensor) -> None:
-        """Move the progress bar; draw the first `views` of this start, (d*N, 3, S, S) uint8."""
+        """Move the progress bar, and draw the first views of this start. views: (d*N, 3, S, S) uint8."""
         self._bar.move(step)
         if self._board and not self._has_views:
             self._board.draw_views(views, step)
             self._has_views = True
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record of `DelayedMetrics.take` to metrics.jsonl, TensorBoard and the log. NaN and infinity become null."""
+        """Write one record of `DelayedMetrics.ready` to metrics.jsonl, TensorBoard and the log. NaN and infinity are null."""
         warnings = [*self._method.health_warnings(record), *self._collapse.warnings(record["effective_rank"])]
         for warning in warnings:
             _log.warning("step %d: %s", record["step"], warning)
         values = {name: _finite(record[name]) for name in self._metrics}
-        values |= {"skipped_steps": round(record["skipped_steps"])}
+        values["skipped_steps"] = round(record["skipped_steps"])
         self._append(json.dumps(values) + "\n")
         if self._board:
             self._board.draw(values, self._metrics)
@@ -248,16 +269,18 @@ class MetricsWriter:
         self._bar.move(record["step"], f"loss {record['loss']:.3f}  {record['images_per_s']:.4g} img/s")
 
     def _append(self, line: str) -> None:
-        """Append a line. What could not be written, for example to a full disk, is tried again with the next line."""
+        """Append a line. If writing fails, for example on a full disk, the next call tries again."""
         failed_before = bool(self._unwritten)
         self._unwritten += line.encode()
         try:
+            # An unbuffered file may write a part of the bytes only.
             while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+                count = self._file.write(self._unwritten) or 0
+                self._unwritten = self._unwritten[count:]
         except OSError as error:
             if not failed_before:
                 _log.error(
-                    "can't write to %s: %s; its lines are kept, and written when this is possible",
+                    "cannot write to %s: %s; the lines are kept, and written as soon as possible",
                     self._path,
                     error.strerror,
                 )
@@ -271,47 +294,52 @@ class MetricsWriter:
 
 
 def describe_line(values: Mapping[str, Any], metrics: Mapping[str, Metric], end_step: int, epochs: int) -> str:
-    """Format the values of a line of metrics.jsonl for the log. Values that are null are left out."""
-    shown = [
-        metric.text.format(values[name], **values)
-        for name, metric in metrics.items()
-        if metric.text and values.get(name) is not None and not (metric.only_if_not_zero and values[name] == 0)
-    ]
+    """Format a line of metrics.jsonl for the log, without values that are null."""
+    shown = []
+    for name, metric in metrics.items():
+        value = values.get(name)
+        is_hidden = value is None or (metric.only_if_not_zero and value == 0)
+        if metric.text and not is_hidden:
+            shown.append(metric.text.format(value, **values))
     time_left = timedelta(seconds=round(values["eta_seconds"]))
     head = [f"epoch {int(values['epoch'])}/{epochs}", f"step {values['step']}/{end_step}"]
     return "  ".join([*head, *shown, f"ETA {time_left}"])
 
 
 def count_skipped_images(quarantine: Path, own: int) -> int:
-    """Count the images that any rank could not use, from the file that all ranks append to. own: the count of this rank, for
-    the case that the file could not be written."""
+    """Count the images that any rank skipped, from the file that all ranks append to.
+
+    own: count of this rank, in case the file could not be written."""
     try:
-        return max(own, _count_named(quarantine, quarantine.stat().st_size))
-    except OSError:  # usually there is no bad image and so no file
+        size = quarantine.stat().st_size
+        return max(own, _count_lines(quarantine, size))
+    except OSError:  # the file does not exist before the first skipped image
         return own
 
 
 @lru_cache(maxsize=1)
-def _count_named(quarantine: Path, size: int) -> int:
-    """Cached until the file grows."""
+def _count_lines(quarantine: Path, size: int) -> int:
+    """Count the images in the file. The count is cached until the size of the file changes."""
     return len(read_quarantine(quarantine, sys.maxsize))
 
 
 def _finite(value: float) -> float | None:
-    """Replace NaN and infinity, which JSON lacks, by null: the loss if no step was applied, the rank of equal embeddings."""
+    """Replace NaN and infinity by None, because JSON lacks them.
+
+    The loss is NaN if no update was applied, and the effective rank if all embeddings are equal."""
     return value if math.isfinite(value) else None
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`; later ones will be written again. A torn last line is dropped, too."""
+    """Keep the lines up to `step`, because later ones will be written again. An incomplete last line is dropped as well."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             is_kept = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: deeply nested brackets
-            _log.warning("%s: dropped a torn line", path)
+        except (ValueError, KeyError, TypeError, RecursionError):  # deeply nested brackets raise RecursionError
+            _log.warning("dropped an incomplete line of %s", path)
             continue
         if is_kept:
             kept.append(line + "\n")

@@ -1,6 +1,6 @@
-"""Progress displays: of long work with a known number of items, and of a run. Bars appear on a terminal only.
+"""Show the progress of long work with a known number of items, and of a run. Bars appear on a terminal only.
 
-Only what draws a bar imports rich: an index, and with it a step, can be built where it is not installed.
+The package rich is only imported to draw a bar, so that an index, and with it a step, can be built without it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _log = logging.getLogger(__name__)
 def with_progress(
     items: Iterable[T], total: int, title: str, progress: bool = True, size: Callable[[T], int] = lambda item: 1
 ) -> Iterator[T]:
-    """Yield the items and show how many of `total` are done, their rate and the time left: by a bar on a terminal, else by a
-    log line every minute.
+    """Yield the items, and show the number done, items per second and the time left.
 
-    progress: False shows nothing. size: how many an item counts for."""
+    The display is a bar on a terminal, and otherwise a log line every minute.
+
+    total: number of items. progress: False shows nothing. size: number of items that one element of `items` counts for."""
     if not progress:
         yield from items
     elif sys.stderr.isatty():
@@ -42,11 +43,14 @@ def _with_bar(items: Iterable[T], total: int, title: str, size: Callable[[T], in
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(f"{task.finished_speed or task.speed or 0:.0f}/s")
+    class Speed(ProgressColumn):
+        """Column with the number of items per second."""
 
-    columns = (TextColumn(title), BarColumn(20), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed or 0
+            return Text(f"{speed:.0f}/s")
+
+    columns = (TextColumn(title), BarColumn(20), MofNCompleteColumn(), Speed(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total)
         for item in items:
@@ -63,16 +67,16 @@ def _with_log_lines(items: Iterable[T], total: int, title: str, size: Callable[[
         now = time.monotonic()
         if now - logged >= _LOG_SECONDS:
             logged = now
-            rate = number / (now - began)
-            minutes = (total - number) / rate / 60
-            _log.info("%s: %d of %d, %.0f/s, %.0f minutes left", title, number, total, rate, minutes)
+            speed = number / (now - began)
+            minutes = (total - number) / speed / 60
+            _log.info("%s: %d of %d, %.0f/s, %.0f minutes left", title, number, total, speed, minutes)
 
 
 class RunBar:
-    """The progress of a run in one line below the log lines, which fits 40 columns. Shows nothing if stderr is no terminal."""
+    """Progress bar of a run below the log lines, which fits 40 columns. Shows nothing if stderr is not a terminal."""
 
     def __init__(self, first_step: int, end_step: int, console: Console | None = None) -> None:
-        """console: where to draw; None: stderr, if it is a terminal."""
+        """console: console to draw on; None: stderr, if it is a terminal."""
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -87,6 +91,7 @@ class RunBar:
             console = Console(stderr=True)
         self._progress: Progress | None = None
         if console:
+            # A narrow terminal has no space for the text.
             text = [TextColumn("{task.description}")] if console.width >= _MIN_COLUMNS_FOR_TEXT else []
             columns = (MofNCompleteColumn(), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn(), *text)
             self._progress = Progress(*columns, console=console, expand=True)
@@ -94,11 +99,13 @@ class RunBar:
             self._progress.start()
 
     def move(self, step: int, text: str | None = None) -> None:
-        """Show that `step` updates were made. text: shown if there is room, until the next one; None: keep the last."""
+        """Show that `step` updates were made.
+
+        text: shown on a wide terminal until the next text; None: keep the last text."""
         if self._progress:
             self._progress.update(self._task, completed=step, description=text)
 
     def close(self) -> None:
-        """Stop drawing and leave the line as it is."""
+        """Stop drawing, and leave the line on the terminal."""
         if self._progress:
             self._progress.stop()

@@ -1,4 +1,4 @@
-"""Build the parts of a run, in order: images, step (method, optimizer), plan. The loop drives them."""
+"""Build the parts of a run: images, step (with method and optimizer), plan. The loop uses them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """Everything that a run is made of, on one rank."""
+    """Parts of a run on one rank."""
 
     config: Config
     ranks: Ranks
@@ -54,37 +54,42 @@ class Run:
     schedule: Schedule
     step: TrainStep
     cache: DecodeCache | None = None
-    """Decoded images that the ranks of a node share."""
+    """Cache of decoded images, which the ranks of a node share."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each setting comes from: a file, the command line or the default; empty if that is not known."""
+    """Source of each setting: a file, the command line or the default; empty if unknown."""
 
     @property
     def end_step(self) -> int:
-        """Updates after which this call of the run ends."""
+        """Number of updates after which this call of the run ends."""
         return min(self.config.max_steps or self.schedule.total_steps, self.schedule.total_steps)
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Checkpoint directory."""
         return self.run_dir / "checkpoints"
 
     @property
     def quarantine(self) -> Path:
-        """The file that names images which could not be used."""
+        """File with the names of skipped images."""
         return self.run_dir / "quarantine.jsonl"
 
 
 def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> Run:
-    """Build a run before its first step. Raises InputError if the settings don't fit the set or the number of ranks."""
+    """Build all parts of a run before its first step. Every rank calls this.
+
+    Raises InputError if the settings do not fit the data set or the number of ranks."""
     check_device(config, device)
-    index = images_of_run(open_on_all_ranks(config.data, config.data.train_split, ranks), config, run_dir, ranks)
+    # Open the images, and check that all ranks see the same.
+    split = config.data.train_split
+    full_index = open_on_all_ranks(config.data, split, ranks)
+    index = images_of_run(full_index, config, run_dir, ranks)
     check_set_size(config, len(index), warn=ranks.is_first)
-    require_same(ranks, "the images of " + config.data.train_split, f"{len(index)} ({index.fingerprint})")
+    require_same(ranks, f"the images of {split}", f"{len(index)} ({index.fingerprint})")
 
     step = build_step(config, ranks, device)
     if config.init_from:
         load_encoder(step.method.networks, Path(config.init_from))
-        _log.info("encoder from %s; everything else starts fresh", config.init_from)
+        _log.info("loaded the encoder of %s; everything else starts fresh", config.init_from)
     planner = Planner(
         config.views,
         seed=config.seed,
@@ -106,19 +111,21 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raise InputError if method or optimizer can't do on this device what the settings ask for."""
+    """Raise InputError if the method or the optimizer does not support the settings on this device."""
     config.method_settings.check_device(config, device)
     optimizer.check_device(config.optimizer, device)
 
 
 def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
-    """Build the method with the seed's weights, its optimizer, and the step that updates it. Every rank calls this.
+    """Build the method with the weights of the seed, its optimizer, and the step. Every rank calls this.
 
-    Raises InputError if the settings don't fit the device or the number of ranks."""
+    Raises InputError if the settings do not fit the device or the number of ranks."""
+    # Divide the images of a step among ranks, loss groups and micro-batches.
     unit = indivisible_images(config)
     images = images_of_rank(ranks, config.data.images_per_step, unit)
     group_size = loss_group_size(images.count, ranks.world_size, unit)
     num_micro_batches = micro_batches(config, images.count)
+
     method = config.method_settings.build(
         config,
         ranks,
@@ -126,8 +133,9 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
         loss_group=make_loss_group(group_size, config, ranks, device),
         batch_norm_group=make_batch_norm_group(config, ranks, device),
     )
+    # Compile before DDP wraps the networks.
     if compiles(config, device):
-        compile_networks(method.networks, config, device)  # before DDP wraps them
+        compile_networks(method.networks, config, device)
     wrapped = wrap_model(
         method.networks,
         ranks,
@@ -149,12 +157,13 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
 
 def build_fault_counter(run: Run) -> FaultCounter:
     """Build the counter of skipped updates; only rank 0 logs."""
-    images = run.planner.images.count
+    unit = indivisible_images(run.config)
+    group_size = loss_group_size(run.planner.images.count, run.ranks.world_size, unit)
     return FaultCounter(
         run.config.max_skipped_steps,
         run.step.method.checks,
         run.ranks,
-        loss_group_size(images, run.ranks.world_size, indivisible_images(run.config)),
+        group_size,
         scales_loss=run.step.grad_scaler is not None,
         remedy=run.step.method.remedy,
     )

@@ -199,7 +199,7 @@ def test_a_pipe_where_a_picture_was_is_not_waited_for(folder, tmp_path):
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_what_the_machine_lacks_is_never_blamed_on_the_image(folder, pauses, monkeypatch, number):
     failing(folder, monkeypatch, OSError(number, os.strerror(number), "/x/1.png"))
-    with pytest.raises(InputError, match=rf"can't read /x/1.png: {os.strerror(number)}: \w+"):
+    with pytest.raises(InputError, match=rf"cannot read /x/1.png: {os.strerror(number)}: \w+"):
         ImageReader(folder).read(1)
     monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
     with pytest.raises(InputError, match=os.strerror(number)):

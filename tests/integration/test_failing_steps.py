@@ -53,7 +53,7 @@ def test_a_second_interrupt_stops_at_once(command: Callable[..., Words], tmp_pat
 @pytest.mark.parametrize(
     ("poison", "said"),
     [
-        ("embeddings", "rank 0: a slice of view 1 can't be whitened"),
+        ("embeddings", "rank 0: a slice of view 1 cannot be whitened"),
         ("loss", "rank 0: the loss is not finite"),
         ("gradient", "a gradient is not finite, though the loss is"),
     ],

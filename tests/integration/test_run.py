@@ -89,7 +89,7 @@ def test_what_buys_time_resumes_bit_for_bit(tiny_set: Path, tiny_config: Path, t
     assert ours["loss_scale"] == whole["loss_scale"]
     assert int(ours["loss_scale"]["good_steps"]) + metrics(tmp_path / "run")[-1]["skipped_steps"] > 0
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "2 micro-batches of 16 images one after the other" in log
+    assert "in 2 micro-batches of 16 images" in log
     assert "views: 16 px until step 2, then 32 px" in log
     assert not list(SHARED_MEMORY.glob("wmse_*"))
 
@@ -251,7 +251,7 @@ def test_a_full_disk_gives_one_line_with_path_and_advice(
     with files_up_to(1500):
         assert pretrain(tiny_config, tiny_set, tmp_path / "run") == 2
     *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"error: can't write {tmp_path / 'run'}/")
+    assert last.startswith(f"error: cannot write {tmp_path / 'run'}/")
     assert "File too large (" in last
     assert "MiB are free on its disk" in last
     assert "Free some space there, or use another folder" in last

@@ -13,7 +13,7 @@ from tests.processes import start_ranks
 from trainer.cli import main
 from trainer.run.faults import describe_fault
 
-WMSE_CHECKS = [f"a slice of view {view} can't be whitened" for view in range(2)]
+WMSE_CHECKS = [f"a slice of view {view} cannot be whitened" for view in range(2)]
 Results = dict[str, dict[str, torch.Tensor]]
 
 
@@ -52,7 +52,7 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
     assert wishes == [True, False]  # stop as the last rank wished, save
     assert (fault > 0) == ("fails" in case)
     if fault:
-        assert describe_fault(fault, WMSE_CHECKS, 2, 1) == "rank 1: a slice of view 0 can't be whitened"
+        assert describe_fault(fault, WMSE_CHECKS, 2, 1) == "rank 1: a slice of view 0 cannot be whitened"
 
 
 def test_a_line_is_of_all_ranks(results: tuple[Results, Results]) -> None:
@@ -79,7 +79,7 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
         assert main([*map(str, words), "--max_steps", "4"]) == 0
         lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
     log = (tmp_path / "run2" / "log.txt").read_text()
-    assert "by groups of 2 neighbouring ranks" in log
+    assert "groups of 2 neighbouring ranks compute the loss together" in log
     assert "saved by 2 rank(s), continuing with 1" in log
     assert len(list((tmp_path / "run2" / "tensorboard").iterdir())) == 2  # one writer a start, not one a rank
     for one, two in zip(*lines, strict=True):

@@ -106,8 +106,8 @@ def test_it_is_computed_in_float32_under_autocast() -> None:
         (V[:32], V[:31], {"num_views": 2}, "candidates must be"),
         (V[:32], V[:32, :3], {"num_views": 2}, "candidates must be"),
         (V[:32], None, {"num_views": 1}, "2 views or more"),
-        (V[:2], None, {"num_views": 2}, "must be 2 or more"),
-        (V[:16], V[:32], {"num_views": 2, "first_image": 9}, "images 9 to 16 are not among 16 candidates"),
+        (V[:2], None, {"num_views": 2}, "candidates hold 1 image: give 2 images or more"),
+        (V[:16], V[:32], {"num_views": 2, "first_image": 9}, "images 9 to 16 are not among the candidates 0 to 15"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(v: Tensor, candidates: Tensor | None, options: dict, message: str) -> None:

@@ -246,7 +246,7 @@ def test_compiles_as_one_graph():
         (400, {"num_views": 3}, "400 rows.*num_views=3"),
         (400, {"slice_size": 128}, "200 images.*slice_size=128.*128 or 256 images"),
         (100, {"slice_size": 64}, "use 64 images"),
-        (400, {"slice_size": 4}, "set slice_size above 4, best 8"),
+        (400, {"slice_size": 4}, "set slice_size above 4; the paper uses 8"),
         (400, {"num_views": 1}, "2 views"),
         (400, {"iterations": 0}, "1 iteration"),
         (400, {"iterations": 2, "permutations": torch.arange(200)[None]}, r"\(2, 200\)"),

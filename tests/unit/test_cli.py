@@ -32,7 +32,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: wmse {command}" in shown
     if command in ("pretrain", "probe", "knn", "evaluate", "preview", "bench"):
         assert "--wmse.slice_size" in shown
-        assert "Rows M of one view that are whitened together" in shown
+        assert "Number M of rows of one view that are whitened" in shown
 
 
 def test_another_package_named_kernels_is_noticed(
@@ -57,7 +57,7 @@ def test_prepare_and_preview(
     assert main(["prepare", str(tiny_set), str(tmp_path / "shards")]) == 0
     words = ["--config", str(tiny_config), "--data.root", str(tmp_path / "shards")]
     assert main(["preview", *words, "--out", str(tmp_path / "grid.png"), "--images", "3"]) == 0
-    assert "3 images, each beside its 2 views" in capsys.readouterr().out
+    assert "3 images and the 2 views of each" in capsys.readouterr().out
     from PIL import Image
 
     with Image.open(tmp_path / "grid.png") as picture:
@@ -80,7 +80,7 @@ def test_prepare_and_preview(
         ),
         (
             ["pretrain", "--config", "cifar10_rn18_wmse2_1000ep", "--dry_run", "--model.backbone", "resnet5"],
-            "timm has no such model; near: resnet50",
+            "which timm does not have: choose a name of timm.list_models(); similar: resnet50",
         ),
     ],
 )

@@ -53,24 +53,25 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         "data: {images_per_step: 1024}\noptimizer: {accumulation_steps: 8}",
         tmp_path,
     )
-    assert "views.early_sizes is [96, 128] with early_size_epochs [5]: give as many epochs as sizes" in message
+    assert "views.early_sizes is [96, 128] with early_size_epochs [5]: give one epoch for each size" in message
     assert "cuda_graphs is true with compile false: set compile to auto or true" in message
     assert (
-        "accumulation_steps is 8: data.images_per_step 1024 can't be divided into that many micro-batches of" in message
+        "accumulation_steps is 8: data.images_per_step 1024 cannot be divided into that many micro-batches of"
+        in message
     )
-    assert "multiples of 256 images, which wmse needs together; take 1, 2, 4" in message
-    assert "rising" in problems("views: {early_sizes: [96, 96], early_size_epochs: [5, 5]}", tmp_path)
-    assert "each must be below views.size 96" in problems(
+    assert "multiples of 256 images, which wmse needs together; possible values: 1, 2, 4" in message
+    assert "in increasing order" in problems("views: {early_sizes: [96, 96], early_size_epochs: [5, 5]}", tmp_path)
+    assert "set each one below views.size 96" in problems(
         "views: {size: 96, early_sizes: [96], early_size_epochs: [5]}", tmp_path
     )
     many = f"views: {{early_sizes: {list(range(96, 104))}, early_size_epochs: {list(range(1, 9))}}}"
-    assert "views.early_sizes has 8 sizes: 7 at most" in problems(many, tmp_path)
+    assert "views.early_sizes has 8 sizes: give at most 7" in problems(many, tmp_path)
     assert "max_skipped_steps is 5 with precision fp16" in problems("precision: fp16\nmax_skipped_steps: 5", tmp_path)
     assert "optimizer.backend is triton with optimizer.name adam" in problems(
         "optimizer: {name: adam, backend: triton}", tmp_path
     )
     late = "views: {early_sizes: [96], early_size_epochs: [9]}\noptimizer: {epochs: 9}"
-    assert "early_size_epochs is [9]: the last must be below optimizer.epochs 9" in problems(late, tmp_path)
+    assert "early_size_epochs is [9]: set the last one below optimizer.epochs 9" in problems(late, tmp_path)
 
 
 def test_all_problems_at_once_with_the_nearest_key(tmp_path: Path) -> None:
@@ -116,27 +117,27 @@ def test_a_word_without_its_value(tmp_path: Path) -> None:
 
 
 def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
-    assert "can't read config" in problems("seed: !!python/object/apply:os.getcwd []", tmp_path)
+    assert "cannot read config" in problems("seed: !!python/object/apply:os.getcwd []", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("wmse: {slice_size: 128}", "wmse.slice_size is 128 with model.embedding_size 128"),
-        ("data: {images_per_step: 1000}", "take 768 or 1024"),
-        ("data: {images_per_step: 100}", "take 256"),
+        ("data: {images_per_step: 1000}", "set it to 768 or 1024"),
+        ("data: {images_per_step: 100}", "set it to 256"),
         ("wmse: {iterations: 2, permutation_block: 128}", "wmse.permutation_block is 128"),  # half a slice
         ("wmse: {iterations: 2, permutation_block: 768}", "wmse.permutation_block is 768"),  # 1024 images
         ("views: {num_views: 1}", "views.num_views is 1: it must be at least 2"),
         ("views: {hue: 0.6}", "views.hue is 0.6: it must be at most 0.5"),
-        ("views: {crop_area: [0.5, 0.2]}", "the smaller first"),
-        ("views: {crop_area: [0.5, 2]}", "a crop is at most 1"),
-        ("views: {blur_window: 22}", "take 23"),
+        ("views: {crop_area: [0.5, 0.2]}", "the smaller one first"),
+        ("views: {crop_area: [0.5, 2]}", "give at most 1"),
+        ("views: {blur_window: 22}", "such as 23"),
         ("views: {eval_resize: 100}", "views.eval_resize is 100"),
         ("views: {std: [1, 1, 0]}", "above 0"),
-        ("optimizer: {warmup_epochs: 1, warmup_steps: 5}", "give one"),
-        ("optimizer: {warmup_epochs: 100.5}", "longer than optimizer.epochs"),
-        ("optimizer: {schedule: drops, epochs: 50}", "falling numbers below"),
+        ("optimizer: {warmup_epochs: 1, warmup_steps: 5}", "set only one of them"),
+        ("optimizer: {warmup_epochs: 100.5}", "set it to at most optimizer.epochs"),
+        ("optimizer: {schedule: drops, epochs: 50}", "decreasing numbers between 0 and"),
         ("optimizer: {learning_rate: .nan}", "give a finite number"),
         ("optimizer: {learning_rate: .inf}", "give a finite number"),
         ("model: {projector_hidden: [0, 8]}", "at least 1"),
@@ -227,7 +228,7 @@ def test_a_key_given_as_a_section_and_dotted_is_refused(tmp_path: Path) -> None:
     [
         ("a: &a [1]\nb: &b [*a, *a]\nseed: 1", "aliases are not allowed in settings"),
         ("seed: " + "[" * 3000, "more than 8 levels of brackets"),
-        ("x: " * 3, "can't read config"),
+        ("x: " * 3, "cannot read config"),
         ("seed: " + "9" * 5000, "seed is '999"),
     ],
 )

@@ -20,20 +20,20 @@ def test_numbers_of_the_plan(tiny_config: Path) -> None:
     config = load_config(tiny_config, ["--wmse.iterations", "3", "--wmse.permutation_block", "16"])
     text = "\n".join(plan_lines(config, 50, 2))
     for part in (
-        "images: 50 in (no data.root); 3 steps an epoch, 2 left out of each in turn",
-        "steps: 9 = 3 epochs x 3; warm-up 2 steps, then half cosine to 0",
-        "16 images (global batch size) x 2 views on 2 rank(s), 8 images = 16 views a rank",
-        "6 slices of 16 x 8 a step; the loss is computed by groups of 2 neighbouring ranks",
+        "images: 50 in (no data.root); 3 steps per epoch, which leave 2 other images unused each time",
+        "steps: 9 = 3 epochs x 3; warm-up 2 steps, then half a cosine to 0",
+        "16 images (global batch size) x 2 views on 2 rank(s), 8 images = 16 views per rank",
+        "6 slices of 16 x 8 in each step; groups of 2 neighbouring ranks compute the loss together",
     ):
         assert part in text
-    assert "computed by groups" not in "\n".join(plan_lines(config, 50, 1))
+    assert "compute the loss together" not in "\n".join(plan_lines(config, 50, 1))
 
 
 def test_micro_batches_and_early_sizes_are_described(tiny_config: Path) -> None:
     words = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sizes", "[16,24]",
              "--views.early_size_epochs", "[1,2]"]  # fmt: skip
     text = "\n".join(plan_lines(load_config(tiny_config, words), 640, 2))
-    assert "32 images = 64 views a rank, 2 micro-batches of 16 images one after the other" in text
+    assert "32 images = 64 views per rank, in 2 micro-batches of 16 images" in text
     assert "views: 16 px until step 10, 24 px until step 20, then 32 px" in text
     plain = "\n".join(plan_lines(load_config(tiny_config, []), 640, 1))
     assert "micro-batches" not in plain
@@ -55,20 +55,20 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
     assert setting_warnings(budget, 1, torch.device("cuda")) == []
     assert setting_warnings(load_config(tiny_config, []), 1, cpu) == []
     dense = load_config(tiny_config, ["--checkpoint.keep_every_epochs_after_drop", "5"])
-    assert "schedule is cosine, whose rate never drops" in setting_warnings(dense, 1, cpu)[0]
+    assert "schedule is cosine, in which the learning rate never drops" in setting_warnings(dense, 1, cpu)[0]
     hint = load_config(tiny_config, ["--data.decoder_hint", "[5000,0]"])
-    assert "takes both a width and a height" in setting_warnings(hint, 1, torch.device("cuda"))[0]
+    assert "needs both width and height" in setting_warnings(hint, 1, torch.device("cuda"))[0]
 
 
 @pytest.mark.parametrize(
     ("folders", "words", "said"),
     [
         (["train/a", "train/b", "val/a"], [], ""),
-        (["train/a", "train/b"], [], "there is no split 'val'"),
+        (["train/a", "train/b"], [], "the split 'val' does not exist"),
         (["train/a", "train/b"], ["--data.test_split", "train"], ""),
-        (["train/a", "train/b", "val/images"], [], "the split 'val' has no folder that is named like a class"),
+        (["train/a", "train/b", "val/images"], [], "the split 'val' has no folder with the name of a class"),
         (["train/images", "val/images"], [], "the split 'train' has images of one class only"),
-        (["train/images", "val/a"], ["--data.probe_split", "labelled"], "there is no split 'labelled'"),
+        (["train/images", "val/a"], ["--data.probe_split", "labelled"], "the split 'labelled' does not exist"),
     ],
 )
 def test_a_set_that_can_not_be_evaluated_is_warned_of_at_the_start(
@@ -90,7 +90,7 @@ def test_a_run_on_such_a_set_warns_and_trains(
     words = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
     config = load_config(tiny_config, [*words, "--data.test_split", "nothing"])
     assert pretrain(config, StopRequest()) == 0
-    assert "can't be evaluated on it: there is no split 'nothing'" in capsys.readouterr().err
+    assert "cannot be evaluated on it: the split 'nothing' does not exist" in capsys.readouterr().err
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(tiny_config: Path) -> None:

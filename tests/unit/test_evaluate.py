@@ -272,7 +272,7 @@ def test_what_is_missing_is_named(run_dir, tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             run_evaluation(run_dir, which, [], BOTH)
-    with pytest.raises(InputError, match=r"is no run folder: it has no config.yaml"):
+    with pytest.raises(InputError, match=r"is not a run folder, since it has no config.yaml"):
         run_evaluation(tmp_path / "nowhere", "last", [], BOTH)
     shutil.copy(run_dir / "config.yaml", tmp_path / "config.yaml")
     with pytest.raises(InputError, match=r"no checkpoint in .*has the run saved one yet"):

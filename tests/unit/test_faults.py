@@ -10,7 +10,7 @@ from trainer.errors import TrainingFailedError
 from trainer.run.faults import CollapseWatch, FaultCounter, describe_fault, fault_code, fault_codes
 
 D, W = 3, 2  # views, ranks
-CHECKS = [f"a slice of view {view} can't be whitened" for view in range(D)]
+CHECKS = [f"a slice of view {view} cannot be whitened" for view in range(D)]
 SOUND = torch.ones(D * 4, dtype=torch.bool)
 GRADIENTS = [torch.ones(2, 3), torch.zeros(4)]
 
@@ -33,7 +33,7 @@ def test_each_fault_is_told_by_its_code(rank: int) -> None:
     for view in range(D):
         assert (
             describe_fault(code(rank, (4 * view + 3,)), CHECKS, W, 1)
-            == f"rank {rank}: a slice of view {view} can't be whitened"
+            == f"rank {rank}: a slice of view {view} cannot be whitened"
         )
     for loss in (math.nan, math.inf):
         assert describe_fault(code(rank, loss=loss), CHECKS, W, 1) == f"rank {rank}: the loss is not finite"
@@ -44,7 +44,7 @@ def test_each_fault_is_told_by_its_code(rank: int) -> None:
         )
     for rank_of_group in (0, 1):
         fault = code(rank_of_group, (0,))
-        assert describe_fault(fault, CHECKS, W, 2) == "ranks 0 to 1: a slice of view 0 can't be whitened"
+        assert describe_fault(fault, CHECKS, W, 2) == "ranks 0 to 1: a slice of view 0 cannot be whitened"
 
 
 def test_the_largest_code_is_the_first_cause() -> None:

@@ -21,7 +21,7 @@ from trainer.config.schema import DataConfig
 from trainer.data.index import open_images
 from trainer.distributed import process_group as distributed
 from trainer.errors import InputError
-from trainer.evaluate import evaluator, follow
+from trainer.evaluate import follow
 from trainer.evaluate import results as results_module
 from trainer.evaluate.follow import RunWatch, follow_run
 from trainer.evaluate.run import run_evaluation
@@ -73,7 +73,7 @@ def loaded_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         steps.append(content["step"])
         return content
 
-    monkeypatch.setattr(evaluator, "load_checkpoint", load)
+    monkeypatch.setattr(follow, "load_checkpoint", load)
     return steps
 
 
@@ -144,7 +144,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: py
     assert set(results(run_dir)) == {"knn_3.json"}
     log = capsys.readouterr().err
     assert log.count("step 1 is skipped: can't read checkpoint") == 3  # a temporary fault of a file system may pass
-    assert "could not be read: step_00000001.pt, step_00000002.pt" in log
+    assert "except step_00000001.pt, step_00000002.pt, which failed 3 times" in log
 
 
 def test_a_checkpoint_with_weights_that_are_not_finite_is_skipped(
@@ -172,7 +172,7 @@ def test_a_result_that_can_not_be_written_is_shown_and_measured_again(
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
     log = capsys.readouterr().err
-    assert log.count("the result could not be written: [Errno 28] No space left on device") == 2
+    assert log.count("cannot write the result of step 2: [Errno 28] No space left on device") == 2
     assert log.count("encoder: 2,") == 3  # the table
 
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
         checkpoint_path(run_dir / "checkpoints", 2).unlink(missing_ok=True)
         return load_checkpoint(path)
 
-    monkeypatch.setattr(evaluator, "load_checkpoint", load)
+    monkeypatch.setattr(follow, "load_checkpoint", load)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
     assert "step 2 is skipped: no checkpoint" in capsys.readouterr().err
@@ -263,7 +263,7 @@ def test_several_ranks_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatc
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="--follow runs on one rank, not on 2"):
+    with pytest.raises(InputError, match="--follow runs on one rank, but was started on 2"):
         follow_run(run_dir, [], BOTH, POLL)
 
 
@@ -310,7 +310,7 @@ def test_a_run_that_fails_before_its_settings_are_written_ends_it(
 ) -> None:
     write_state(tmp_path, "failed")
     follow_run(tmp_path, [], BOTH, POLL)
-    assert "there is nothing to measure" in capsys.readouterr().err
+    assert "no checkpoint can be measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", ["starting", "running"])
@@ -351,7 +351,7 @@ def test_a_run_in_the_queue_has_no_heartbeat(
     slurm("CANCELLED")
     assert watch.why_over() is None  # seen waiting just now
     monkeypatch.setattr(follow.time, "time", lambda: now + 3800)
-    assert "gave no sign of life" in str(watch.why_over())
+    assert "has given no sign of life" in str(watch.why_over())
 
 
 def test_a_run_that_was_never_started_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,9 +366,9 @@ def test_a_run_that_was_never_started_is_waited_for(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--follow", "x", "--checkpoint", "last"], "--follow takes every checkpoint"),
-        (["--follow", "x", "--poll_seconds", "0"], "give a time above 0"),
-        (["--run_dir", "x", "--poll_seconds", "5"], "--poll_seconds is for --follow"),
+        (["--follow", "x", "--checkpoint", "last"], "--checkpoint only applies to --run_dir: remove it"),
+        (["--follow", "x", "--poll_seconds", "0"], "--poll_seconds is 0: give a number above 0"),
+        (["--run_dir", "x", "--poll_seconds", "5"], "--poll_seconds only applies to --follow: give --follow DIR"),
     ],
 )
 def test_options_that_do_not_go_together(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

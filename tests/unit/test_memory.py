@@ -90,7 +90,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, gib_a_view: float, with_budget: f
         ),
         (0.05, 0.02, {"images": 512}, "80 GB: no, but with model.activation_memory_budget 0.9 ("),
         (0.05, 0.02, {"images": 512, "compile": "false"}, "80 GB: no, but with optimizer.images_per_micro_batch 256 ("),
-        (0.5, 0.4, {}, "80 GB: no, take more ranks"),
+        (0.5, 0.4, {}, "80 GB: no; use more ranks"),
     ],
 )
 def test_the_settings_that_make_a_run_fit_a_card_are_named(

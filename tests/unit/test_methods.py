@@ -124,7 +124,8 @@ def test_a_method_that_does_not_exist_is_refused(tiny_config: Path) -> None:
 
 def test_settings_of_another_method_are_refused(tiny_config: Path) -> None:
     with pytest.raises(
-        InputError, match=r"wmse\.slice_size is 16, but method is simclr: remove it, or set method to wmse"
+        InputError,
+        match=r"wmse\.slice_size is 16, but method is simclr: remove wmse\.slice_size, or set method to wmse",
     ):
         load_config(tiny_config, ["--method", "simclr"])
 

@@ -99,7 +99,7 @@ def test_checkpointed_activations_give_the_same_gradient() -> None:
 
 
 def test_unknown_backbone_names_near_ones() -> None:
-    with pytest.raises(InputError, match=r"resnet51.*near: .*resnet"):
+    with pytest.raises(InputError, match=r"resnet51.*similar: .*resnet"):
         build_encoder(replace(TINY, backbone="resnet51"))
 
 
@@ -113,7 +113,7 @@ def test_small_stems_start_as_the_authors_do(stem: str) -> None:
 
 
 def test_stem_of_a_backbone_that_has_none() -> None:
-    with pytest.raises(InputError, match="set it to imagenet"):
+    with pytest.raises(InputError, match=r"set model\.stem to imagenet"):
         build_encoder(replace(TINY, backbone="test_vit", stem="small"))
 
 

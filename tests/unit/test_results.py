@@ -123,10 +123,10 @@ def test_figures_are_printed_where_the_folder_can_not_be_written(
     assert main(["knn", "--run_dir", str(run_dir)]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["knn"]["test_images"] == 16
-    said = err.index(f"can't write to {run_dir / 'eval'}: File exists")
+    said = err.index(f"cannot write to {run_dir / 'eval'}: File exists")
     assert said < err.index("encoder of step")
     assert "--out FILE" in err
-    with pytest.raises(InputError, match="can't write to"):
+    with pytest.raises(InputError, match="cannot write to"):
         evaluator.Evaluator(run_dir, [], Ranks()).results.check(must_keep=True)
 
 
@@ -140,7 +140,7 @@ def test_figures_are_printed_where_the_disk_is_full_at_the_end(
     assert main(["knn", "--run_dir", str(run_dir)]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out)["knn"]["test_images"] == 16
-    assert f"not kept in {run_dir / 'eval'}: No space left on device" in err
+    assert f"cannot write the figures above to {run_dir / 'eval'}: No space left on device" in err
 
 
 def test_out_names_another_file_and_overwrites_none(
@@ -153,7 +153,7 @@ def test_out_names_another_file_and_overwrites_none(
     assert main(words) == 2
     assert "exists already: give a new name" in capsys.readouterr().err
     assert main([*words[:-1], str(tmp_path / "nowhere" / "result.json")]) == 2
-    assert "can't write to" in capsys.readouterr().err
+    assert "cannot write to" in capsys.readouterr().err
 
 
 def test_too_many_neighbours_are_refused_before_the_work(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,8 @@ def test_a_full_disk_is_told_once_and_the_next_save_may_work(
     assert len(errors) == 2
     for text, step, row in zip(errors, (2, 3), (1, 2), strict=True):
         assert (
-            f"step {step} was NOT saved: can't write {checkpoint_path(tmp_path, step)}: File too large (3.8 MiB" in text
+            f"step {step} was NOT saved: cannot write {checkpoint_path(tmp_path, step)}: File too large (3.8 MiB"
+            in text
         )
         assert f"{row} save(s) in a row failed; a restart continues from step_00000001.pt" in text
     assert saver.failed_in_a_row == 2

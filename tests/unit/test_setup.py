@@ -55,7 +55,7 @@ def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path,
     ):
         micro_batches(config, 32)
     with pytest.raises(
-        InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, which wmse needs.*; take 1$"
+        InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, which wmse needs.*; possible values: 1$"
     ):
         load_config(tiny_config, [*words, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
 

@@ -1,1 +1,1 @@
-"""The settings of a run: schema, checks, loading."""
+"""Settings of a run: declaration, checks, loading."""

@@ -1,4 +1,4 @@
-"""Which settings may change between two starts of a run. Needs no torch."""
+"""Compare the settings of two starts of a run, and refuse changes of the result. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from trainer.errors import InputError
 
 
 def plain_settings(config: Config) -> dict[str, Any]:
-    """Return all settings by dotted name, as a checkpoint holds them: a safe load gives lists, not tuples."""
+    """Return all settings by dotted name, in the form of a checkpoint: with lists, because a safe load gives no tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}
 
 
 def changed_settings(config: Config, then: dict[str, Any]) -> list[str]:
     """List the settings that shape the result and have changed, as "key: before -> now".
 
-    then: as `plain_settings` gives them; a setting that is missing there is newer, and had its default.
+    then: the earlier settings, from `plain_settings`. A setting that is missing in them is newer, and had its default value.
     """
     before = plain_settings(Config()) | then
     shaping = {key for key, declared, _ in all_settings(config) if shapes_result(declared)}
-    return [
-        f"{key}: {before[key]} -> {value}"
-        for key, value in plain_settings(config).items()
-        if value != before[key] and key in shaping
-    ]
+    changed = []
+    for key, value in plain_settings(config).items():
+        if key in shaping and value != before[key]:
+            changed.append(f"{key}: {before[key]} -> {value}")
+    return changed
 
 
 def refuse_changes(run_dir: Path, changed: list[str]) -> None:
-    """Raise InputError that lists what changed, if anything did."""
+    """Raise InputError that lists the changes, if there are any."""
     if changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise InputError(
             f"{run_dir} holds a run with other settings:\n{listed}\n"
-            "Use them again, take another --run_dir, or accept the change with --allow_changes true"
+            "Use these settings again, choose another --run_dir, or accept the change with --allow_changes true"
         )

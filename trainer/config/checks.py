@@ -1,4 +1,4 @@
-"""What must hold between settings, seen before anything starts: all problems at once, each with key, value and fix."""
+"""Check the settings before a run starts. All problems are reported together, each with key, value and fix."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from trainer.config.names import closest
 from trainer.config.schema import METHODS, Config, OptimizerConfig, ViewsConfig, flatten
 from trainer.config.setting import all_settings, allowed_range
 
-MOST_SIZES = 8  # of torch.compile: more shapes of one function it refuses
-LEAST_SKIPPED_STEPS_FP16 = 16  # a scale of 2^16 halved so often is 1
+MOST_SIZES = 8  # torch.compile refuses more shapes of one function
+LEAST_SKIPPED_STEPS_FP16 = 16  # halvings that reduce the initial loss scale of 2^16 to 1
 
 
 def check(config: Config, *, method: bool = True) -> list[str]:
-    """Return every problem that the config alone shows. method: whether its sizes must fit the method."""
+    """Return all problems that the config alone shows. method: whether to check the sizes that the method needs."""
     if config.method not in METHODS:
-        near = closest(config.method, METHODS) or f": choose one of {', '.join(METHODS)}"
-        return [f"method is {config.method!r}, which does not exist{near}"]
+        hint = closest(config.method, METHODS) or f": choose one of {', '.join(METHODS)}"
+        return [f"method is {config.method!r}, which does not exist{hint}"]
+    of_method: list[str] = []
+    if method:
+        of_method = [*config.method_settings.problems(config), *_compile_options(config), *_micro_batches(config)]
     return [
         *_ranges(config),
         *_views(config.views),
-        *(config.method_settings.problems(config) if method else []),
+        *of_method,
         *_other_methods(config),
-        *(_micro_batches(config) if method else []),
         *_early_sizes(config),
         *_precision(config),
         *_optimizer(config.optimizer),
@@ -30,10 +32,12 @@ def check(config: Config, *, method: bool = True) -> list[str]:
 
 
 def _ranges(config: Config) -> list[str]:
+    """Check each number, and each number of a list, against the range of its setting."""
     problems = []
     for key, declared, value in all_settings(config):
         least, most = allowed_range(declared)
-        numbers = [n for n in (value if isinstance(value, tuple) else (value,)) if isinstance(n, (int, float))]
+        values = value if isinstance(value, tuple) else (value,)
+        numbers = [n for n in values if isinstance(n, (int, float))]
         if not all(map(math.isfinite, numbers)):
             problems.append(f"{key} is {value}: give a finite number")
         if least is not None and any(n < least for n in numbers):
@@ -44,63 +48,78 @@ def _ranges(config: Config) -> list[str]:
 
 
 def _other_methods(config: Config) -> list[str]:
-    """Refuse settings of methods that are not used: they would have no effect."""
-    default = flatten(Config())
-    return [
-        f"{key} is {value}, but method is {config.method}: remove it, or set method to {key.partition('.')[0]}"
-        for key, value in flatten(config).items()
-        if key.partition(".")[0] in METHODS and not key.startswith(f"{config.method}.") and value != default[key]
-    ]
+    """Refuse settings of methods that are not chosen, because they would have no effect."""
+    defaults = flatten(Config())
+    problems = []
+    for key, value in flatten(config).items():
+        section, _, _ = key.partition(".")
+        is_of_other = section in METHODS and section != config.method
+        if is_of_other and value != defaults[key]:
+            problems.append(
+                f"{key} is {value}, but method is {config.method}: remove {key}, or set method to {section}"
+            )
+    return problems
 
 
 def _views(v: ViewsConfig) -> list[str]:
     problems = []
+    # Each of these is a range from a smaller to a larger number.
     for key in ("crop_area", "crop_ratio", "blur_sigma"):
         low, high = getattr(v, key)
         if not 0 < low <= high:
-            problems.append(f"views.{key} is [{low:g}, {high:g}]: give two numbers above 0, the smaller first")
+            problems.append(f"views.{key} is [{low:g}, {high:g}]: give two numbers above 0, the smaller one first")
     if v.crop_area[1] > 1:
-        problems.append(f"views.crop_area is {list(v.crop_area)}: a crop is at most 1, the whole image")
+        problems.append(f"views.crop_area is {list(v.crop_area)}: give at most 1, the whole image")
     if v.blur_window % 2 == 0:
-        problems.append(f"views.blur_window is {v.blur_window}: the number of taps is odd, take {v.blur_window + 1}")
+        problems.append(
+            f"views.blur_window is {v.blur_window}: give an odd number of taps, such as {v.blur_window + 1}"
+        )
     if v.eval_resize < v.size:
         problems.append(f"views.eval_resize is {v.eval_resize}: set it to views.size ({v.size}) or more")
-    if len(v.early_sizes) != len(v.early_size_epochs) or list(v.early_size_epochs) != sorted(set(v.early_size_epochs)):
+    sizes = list(v.early_sizes)
+    epochs = list(v.early_size_epochs)
+    is_increasing = epochs == sorted(set(epochs))
+    if len(sizes) != len(epochs) or not is_increasing:
         problems.append(
-            f"views.early_sizes is {list(v.early_sizes)} with early_size_epochs {list(v.early_size_epochs)}: give as many "
-            "epochs as sizes, rising"
+            f"views.early_sizes is {sizes} with early_size_epochs {epochs}: give one epoch for each size, in increasing order"
         )
     if min(v.std) <= 0:
-        problems.append(f"views.std is {list(v.std)}: every channel's must be above 0")
+        problems.append(f"views.std is {list(v.std)}: give a number above 0 for each channel")
     return problems
 
 
 def _micro_batches(config: Config) -> list[str]:
-    """Check what does not depend on the number of ranks, which only the start knows."""
+    """Check the micro-batches as far as they do not depend on the number of ranks, which is only known at the start."""
     count = config.optimizer.accumulation_steps
     images = config.data.images_per_step
     unit = config.method_settings.indivisible_images(config)
-    problems = [
-        f"{name} is true with compile false: set compile to auto or true, since it is an option of it"
-        for name in ("cuda_graphs", "autotune")
-        if getattr(config, name) and config.compile == "false"
-    ]
+    problems = []
     if count > 1 and config.optimizer.images_per_micro_batch:
         problems.append(
             f"optimizer.accumulation_steps is {count} and optimizer.images_per_micro_batch "
-            f"{config.optimizer.images_per_micro_batch}: give one"
+            f"{config.optimizer.images_per_micro_batch}: set only one of them"
         )
     if count > 1 and images % (count * unit):
         problems.append(
-            f"optimizer.accumulation_steps is {count}: data.images_per_step {images} can't be divided into that many "
-            f"micro-batches of multiples of {unit} images, which {config.method} needs together; take "
+            f"optimizer.accumulation_steps is {count}: data.images_per_step {images} cannot be divided into that many "
+            f"micro-batches of multiples of {unit} images, which {config.method} needs together; possible values: "
             f"{divisors(images // unit)}"
         )
     return problems
 
 
+def _compile_options(config: Config) -> list[str]:
+    if config.compile != "false":
+        return []
+    return [
+        f"{name} is true with compile false: set compile to auto or true, or remove {name}"
+        for name in ("cuda_graphs", "autotune")
+        if getattr(config, name)
+    ]
+
+
 def divisors(number: int) -> str:
-    """In words; 1 for 0."""
+    """List the divisors of a number as text; 1 for 0."""
     found = [n for n in range(1, number + 1) if number % n == 0]
     return ", ".join(map(str, found)) or "1"
 
@@ -111,18 +130,20 @@ def _early_sizes(config: Config) -> list[str]:
     epochs = config.optimizer.epochs
     problems = []
     if ends and ends[-1] >= epochs:
-        problems.append(f"views.early_size_epochs is {list(ends)}: the last must be below optimizer.epochs {epochs}")
+        problems.append(f"views.early_size_epochs is {list(ends)}: set the last one below optimizer.epochs {epochs}")
     if any(size >= config.views.size for size in sizes):
-        problems.append(f"views.early_sizes is {list(sizes)}: each must be below views.size {config.views.size}")
+        problems.append(f"views.early_sizes is {list(sizes)}: set each one below views.size {config.views.size}")
     if len(sizes) >= MOST_SIZES:
-        problems.append(f"views.early_sizes has {len(sizes)} sizes: {MOST_SIZES - 1} at most (each is compiled anew)")
+        problems.append(
+            f"views.early_sizes has {len(sizes)} sizes: give at most {MOST_SIZES - 1}, since each is compiled"
+        )
     return problems
 
 
 def _precision(config: Config) -> list[str]:
     if config.precision == "fp16" and config.max_skipped_steps < LEAST_SKIPPED_STEPS_FP16:
         return [
-            f"max_skipped_steps is {config.max_skipped_steps} with precision fp16, whose first steps overflow until "
+            f"max_skipped_steps is {config.max_skipped_steps} with precision fp16, in which the first steps may overflow until "
             f"the loss scale fits: set it to {LEAST_SKIPPED_STEPS_FP16} or more"
         ]
     return []
@@ -132,18 +153,21 @@ def _optimizer(o: OptimizerConfig) -> list[str]:
     problems = []
     if o.warmup_epochs and o.warmup_steps:
         problems.append(
-            f"optimizer.warmup_epochs is {o.warmup_epochs:g} and optimizer.warmup_steps {o.warmup_steps}: give one"
+            f"optimizer.warmup_epochs is {o.warmup_epochs:g} and optimizer.warmup_steps {o.warmup_steps}: set only one of them"
         )
     if o.warmup_epochs > o.epochs:
-        problems.append(f"optimizer.warmup_epochs is {o.warmup_epochs:g}: longer than optimizer.epochs {o.epochs}")
+        problems.append(
+            f"optimizer.warmup_epochs is {o.warmup_epochs:g}: set it to at most optimizer.epochs {o.epochs}"
+        )
     if o.backend == "triton" and o.name != "lars":
         problems.append(
-            f"optimizer.backend is triton with optimizer.name {o.name}: its kernels are those of lars, take auto"
+            f"optimizer.backend is triton with optimizer.name {o.name}: its kernels only compute lars, set the backend to auto"
         )
     drops = list(o.drop_epochs_before_end)
-    falling = drops == sorted(set(drops), reverse=True)
-    if o.schedule == "drops" and not (falling and all(0 < epoch < o.epochs for epoch in drops)):
+    is_decreasing = drops == sorted(set(drops), reverse=True)
+    is_in_run = all(0 < epoch < o.epochs for epoch in drops)
+    if o.schedule == "drops" and not (is_decreasing and is_in_run):
         problems.append(
-            f"optimizer.drop_epochs_before_end is {drops}: give falling numbers below optimizer.epochs {o.epochs}"
+            f"optimizer.drop_epochs_before_end is {drops}: give decreasing numbers between 0 and optimizer.epochs {o.epochs}"
         )
     return problems

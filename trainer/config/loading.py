@@ -1,8 +1,8 @@
 """Load a checked Config from YAML files and `--section.key value`, and save it as YAML.
 
-A value is read as text from a file as from the command line, so that both give the same result; jsonargparse converts it to
-the setting's type by the rules of YAML 1.2 (010 is ten; no, off and 1:30 are text) and writes the help. No environment
-variable changes a setting.
+Values are read as text from files and from the command line, so that both give the same result. jsonargparse converts them
+to the types of the settings by the rules of YAML 1.2 (010 is ten; no, off and 1:30 are text), and writes the help. No
+environment variable changes a setting.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from trainer.config.yaml_values import read_value, read_yaml
 from trainer.errors import InputError
 from trainer.files import shipped_folder, write_text
 
-COMMAND_LINE, DEFAULT = "command line", "default"
-ALIASES = {"loss.slice_size": "wmse.slice_size"}  # a name of an earlier version, and the setting that it means now
-PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ is the home folder
+# Sources of values that are not files.
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+ALIASES = {"loss.slice_size": "wmse.slice_size"}  # names of earlier versions, and the settings that they mean now
+PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ means the home folder
 
 
 class _Word(NamedTuple):
-    """A setting as text. source: the file that it is from, or COMMAND_LINE."""
+    """Setting as text. source: its file, or COMMAND_LINE."""
 
     key: str
     text: str
@@ -37,7 +39,7 @@ class _Word(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """A config and the source of each value by dotted name: a file, COMMAND_LINE or DEFAULT."""
+    """Config, and the source of each value by dotted name: a file, COMMAND_LINE or DEFAULT."""
 
     config: Config
     sources: dict[str, str]
@@ -50,12 +52,15 @@ def add_config_arguments(parser: ArgumentParser) -> None:
 
 
 def load_config(path: Path | Sequence[Path] | None, overrides: Iterable[str], *, check_method: bool = True) -> Config:
-    """Load the settings of YAML files, a later file over those before it, and `overrides` (command-line words) over them all.
-    Other settings keep their defaults. A file may be the name of a recipe in configs/.
+    """Load the settings of YAML files and of `overrides` (command-line words).
 
-    Raises InputError listing every problem at once, each with its file: unknown keys with the nearest known one, keys given
-    twice, values of the wrong type, and what `config.checks` finds. check_method: False for a command that needs images but no
-    loss: its sizes need not fit the method.
+    A later file overrides earlier ones, and the command line overrides all files. Other settings keep their defaults.
+
+    path: files, or names of recipes in configs/. check_method: False for a command that needs images but no loss, so that
+    sizes need not fit the method.
+
+    Raises InputError that lists all problems, each with its file: unknown keys with the nearest known one, keys given twice,
+    values of the wrong type, and problems that `config.checks` finds.
     """
     return load_settings(path, overrides, check_method=check_method).config
 
@@ -63,12 +68,16 @@ def load_config(path: Path | Sequence[Path] | None, overrides: Iterable[str], *,
 def load_settings(
     path: Path | Sequence[Path] | None, overrides: Iterable[str], *, check_method: bool = True
 ) -> Settings:
-    """Load as `load_config` does, and return the source of each value as well."""
+    """Load as `load_config` does, and also return the source of each value."""
+    # Collect the settings as text; a later word overrides earlier ones.
     problems: list[str] = []
     words: list[_Word] = []
-    for file in [path] if isinstance(path, Path) else path or []:
+    files = [path] if isinstance(path, Path) else path or []
+    for file in files:
         words += _file_words(find_config(file), problems)
     words += _override_words(overrides, problems)
+
+    # Convert them to their types, and check them together.
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     add_config_arguments(parser)
     flat = _typed(parser, words, problems)
@@ -76,55 +85,63 @@ def load_settings(
         config = _build(flat)
         problems = check(config, method=check_method)
     if problems:
-        raise InputError(f"{len(problems)} problem(s) with the settings:\n" + "\n".join(f"  - {p}" for p in problems))
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise InputError(f"{len(problems)} problem(s) with the settings:\n{listed}")
     given = {word.key: word.source for word in words}  # in the order of the files
-    return Settings(config, given | {key: DEFAULT for key in KEYS if key not in given})
+    others = {key: DEFAULT for key in KEYS if key not in given}
+    return Settings(config, given | others)
 
 
 def find_config(path: Path) -> Path:
-    """Return the file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`. Raises InputError if there is
-    neither."""
+    """Return the file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`.
+
+    Raises InputError if neither exists."""
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     recipes = shipped_folder("configs")
     recipe = recipes / f"{path}.yaml"
     if not recipe.exists():
         names = sorted(file.stem for file in recipes.glob("*.yaml"))
-        hint = closest(str(path), names) or f"; there are: {', '.join(names)}"
-        raise InputError(f"no config file {path}, and no recipe of that name{hint}")
+        hint = closest(str(path), names) or f": choose one of {', '.join(names)}"
+        raise InputError(f"{path} is neither a config file nor the name of a recipe{hint}")
     return recipe
 
 
 def save_config(config: Config, path: Path, sources: Mapping[str, str] | None = None) -> None:
-    """Save the resolved settings as YAML that `load_config` reads. sources: written as a comment behind each value."""
+    """Save all settings as YAML that `load_config` reads. sources: comment for each value."""
     lines = []
     for key, value in flatten(config).items():
+        # Start a section at its first setting, and indent its settings.
         section, _, name = key.rpartition(".")
         if section and f"{section}:" not in lines:
             lines.append(f"{section}:")
         indent = "  " if section else ""
         source = f"  # {sources[key]}" if sources else ""
-        lines.append(f"{indent}{name}: {_as_yaml(list(value) if isinstance(value, tuple) else value)}{source}")
+        text = _as_yaml(list(value) if isinstance(value, tuple) else value)
+        lines.append(f"{indent}{name}: {text}{source}")
     write_text(path, "\n".join(lines) + "\n")
 
 
 def _as_yaml(value: Any) -> str:
-    """Write a plain value, or a list of them, without the marks that end a YAML document."""
+    """Format a plain value, or a list of them, without the marks that end a YAML document."""
     text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def describe_sources(config: Config, sources: Mapping[str, str]) -> str:
-    """Name the files that the settings come from, in order, and the settings of the command line, in one line."""
+    """Name in one line the files of the settings, in order, and the settings of the command line."""
     files = dict.fromkeys(source for source in sources.values() if source not in (COMMAND_LINE, DEFAULT))
-    changed = [f"{key}={value}" for key, value in flatten(config).items() if sources.get(key) == COMMAND_LINE]
-    return f"settings from {', then '.join(files) or 'no file'}; on the command line: {', '.join(changed) or 'none'}"
+    overrides = [f"{key}={value}" for key, value in flatten(config).items() if sources.get(key) == COMMAND_LINE]
+    from_files = ", then ".join(files) or "no file"
+    from_command = ", ".join(overrides) or "none"
+    return f"settings from {from_files}; on the command line: {from_command}"
 
 
 def _file_words(path: Path, problems: list[str]) -> list[_Word]:
-    """Read the settings of a file as words, so that they are converted as those of the command line."""
+    """Read the settings of a file as words, so that they are converted like those of the command line."""
     own_problems: list[str] = []
-    words = [_Word(key, text, str(path)) for key, text in _words_of(read_yaml(path), "", own_problems)]
+    tree = read_yaml(path)
+    words = [_Word(key, text, str(path)) for key, text in _words_of(tree, "", own_problems)]
     keys = [word.key for word in words]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     own_problems += [f"{key} is given twice: in its section and as a dotted key" for key in twice]
@@ -133,6 +150,7 @@ def _file_words(path: Path, problems: list[str]) -> list[_Word]:
 
 
 def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the text of each setting in a tree of sections."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         is_section = any(known.startswith(f"{name}.") for known in (*KEYS, *ALIASES))
@@ -143,17 +161,20 @@ def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterato
         elif ALIASES.get(name, name) not in KEYS:
             problems.append(unknown_setting(name))
         elif value is None:
-            problems.append(f"{name} has no value")
+            problems.append(f"{name} has no value: give one, or remove the line")
         else:
             yield ALIASES.get(name, name), _as_text(value)
 
 
 def _as_text(value: Any) -> str:
-    return f"[{', '.join(map(_as_text, value))}]" if isinstance(value, list) else str(value)
+    if not isinstance(value, list):
+        return str(value)
+    items = ", ".join(map(_as_text, value))
+    return f"[{items}]"
 
 
 def _override_words(words: Iterable[str], problems: list[str]) -> Iterator[_Word]:
-    """Yield the settings among `--key value` and `--key=value`; anything else becomes a problem."""
+    """Yield the settings of `--key value` and `--key=value`; any other word becomes a problem."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -164,6 +185,7 @@ def _override_words(words: Iterable[str], problems: list[str]) -> Iterator[_Word
             )
             continue
         name = ALIASES.get(name[2:], name[2:])
+        # Without an equals sign, the value is the next word.
         if not equals:
             if not rest or rest[0].startswith("--"):
                 problem = f"--{name} has no value" if name in KEYS else unknown_setting(name)
@@ -177,13 +199,17 @@ def _override_words(words: Iterable[str], problems: list[str]) -> Iterator[_Word
 
 
 def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> dict[str, Any]:
+    """Convert the words to the types of their settings. Returns all settings by dotted name, empty if a value is wrong."""
+
     def parse(some: list[_Word]) -> Namespace:
-        return parser.parse_args([f"--{word.key}={_plain_value(word)}" for word in some], env=False)
+        arguments = [f"--{word.key}={_plain_value(word)}" for word in some]
+        return parser.parse_args(arguments, env=False)
 
     try:
         return _flat(parse(words), problems)
     except (ArgumentError, yaml.YAMLError):
-        for word in words:  # one by one, to name every wrong one
+        # Parse the words one by one, to name every wrong one.
+        for word in words:
             try:
                 parse([word])
             except (ArgumentError, yaml.YAMLError) as error:
@@ -192,33 +218,40 @@ def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> d
 
 
 def _plain_value(word: _Word) -> str:
-    """Rewrite the value so that YAML 1.1 and 1.2 read it alike. Raises yaml.YAMLError for text instead of a number."""
+    """Rewrite the value so that YAML 1.1 and 1.2 read it alike. Raises yaml.YAMLError if it is text instead of a number."""
     if isinstance(flatten(Config())[word.key], str):
         return word.text
     value = read_value(word.text)
-    if any(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, str) for item in items):
         raise yaml.YAMLError(f"{word.text} is text")
     return _as_yaml(value)
 
 
 def _type_problem(word: _Word, message: str) -> str:
+    """Say which values a setting takes. message: the error of jsonargparse."""
     default = flatten(Config())[word.key]
     options = re.search(r"Literal\[(.*?)\]", message)
     if options:
         wanted = f"one of {options[1]}"
     elif isinstance(default, tuple):
         wanted = f"a list such as {list(default)}"
+    elif isinstance(default, bool):
+        wanted = "true or false"
     else:
-        wanted = "true or false" if isinstance(default, bool) else f"a value of type {type(default).__name__}"
+        wanted = f"a value of type {type(default).__name__}"
     shown = word.text if len(word.text) < 80 else f"{word.text[:80]}..."
     return f"{word.key} is {shown!r}: give {wanted}"
 
 
 def _flat(namespace: Namespace, problems: list[str]) -> dict[str, Any]:
+    """Return all settings by dotted name, with ~ expanded and tuples instead of lists."""
     values = {key: namespace[key] for key in KEYS}
     for key in PATHS:
+        if not values[key].startswith("~"):
+            continue
         try:
-            values[key] = str(Path(values[key]).expanduser()) if values[key].startswith("~") else values[key]
+            values[key] = str(Path(values[key]).expanduser())
         except RuntimeError as error:  # no such user
             problems.append(f"{key} is {values[key]!r}: {error}")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
@@ -228,10 +261,11 @@ def _build(flat: dict[str, Any]) -> Config:
     """Build a Config from values by dotted name."""
     sections: dict[str, Any] = {}
     for f in dataclasses.fields(Config):
+        # A field is a section or a plain setting.
         if dataclasses.is_dataclass(f.default_factory):
             prefix = f"{f.name}."
-            own = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
-            sections[f.name] = f.default_factory(**own)
+            values = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+            sections[f.name] = f.default_factory(**values)
         else:
             sections[f.name] = flat[f.name]
     return Config(**sections)

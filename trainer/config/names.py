@@ -1,4 +1,4 @@
-"""Suggest what an unknown setting or option may have meant."""
+"""Suggest a known name for an unknown setting or option."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.config.schema import Config, flatten
 
 KEYS = tuple(flatten(Config()))
 
-# what other programs of this field call a setting
+# Names of our settings in other programs of this field.
 _ELSEWHERE = {
     "optimizer.learning_rate": "lr base_lr max_lr learning_rate",
     "data.images_per_step": "batch_size bs batchsize global_batch_size train_batch_size effective_batch_size",
@@ -50,9 +50,10 @@ def closest(name: str, names: Iterable[str]) -> str:
 
 
 def unknown_setting(name: str) -> str:
-    """Return a message that suggests the setting with a similar spelling, the same ending or this name in other programs."""
+    """Return a message that suggests a setting: of similar spelling, with the same ending, or with this name elsewhere."""
     plain = name.replace("-", "_").lower()
     section, _, last = plain.rpartition(".")
+    # Settings with the same last part, in any section.
     same_end = [key for key in KEYS if key.rpartition(".")[2] == last]
     elsewhere = _MEANT.get(last, "")
     if plain in KEYS:
@@ -62,5 +63,7 @@ def unknown_setting(name: str) -> str:
     elif same_end:
         hint = f": did you mean {same_end[0]}?"
     else:
-        hint = closest(plain, KEYS) or (f": did you mean {elsewhere}?" if elsewhere else "")
-    return f"unknown setting {name}{hint or '; `wmse pretrain --help` lists all'}"
+        hint = closest(plain, KEYS)
+        if elsewhere and not hint:
+            hint = f": did you mean {elsewhere}?"
+    return f"unknown setting {name}{hint or '; `wmse pretrain --help` lists all settings'}"

@@ -1,4 +1,4 @@
-"""Declare a setting: its default, the values it may take, and whether changing it changes what a run learns."""
+"""Declare a setting: its default, its range, and whether another value changes what a run learns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def setting(default: Any, *, between: Range = (None, None), shapes_result: bool 
     """Return the dataclass field of a setting.
 
     between: smallest and largest value, both allowed; None: no limit. It applies to each item of a tuple.
-    shapes_result: whether another value changes what is learnt; a run resumes with another value only if it does not.
+    shapes_result: whether another value changes what is learnt. A run refuses to resume with another value if it does.
     """
     return field(default=default, metadata={"between": between, "shapes_result": shapes_result})
 

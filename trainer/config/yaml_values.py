@@ -1,4 +1,4 @@
-"""Read YAML without surprises: files as text, values by the core schema of YAML 1.2."""
+"""Read YAML: files as text, values by the core schema of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from trainer.errors import InputError
 
-_MAX_NESTING = 8  # of brackets or sections; settings need 2
+_MAX_NESTING = 8  # levels of brackets or sections; settings need 2
 _NUMBER = list("-+.0123456789")
 _FLOAT = (
     r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
@@ -19,32 +19,33 @@ _FLOAT = (
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Read the mapping in a YAML file, each value as the text in the file, or None.
+    """Read the mapping in a YAML file. Each value is the text in the file, or None.
 
-    Raises InputError if the file can't be read or holds no mapping, and for duplicate keys, aliases and deep nesting."""
+    Raises InputError if the file cannot be read or is not a mapping, and for duplicate keys, aliases and deep nesting."""
     try:
         text = path.read_text(encoding="utf-8")
         _refuse_aliases_and_nesting(text)
         tree = yaml.load(text, _TextLoader)  # noqa: S506 (a SafeLoader)
     except FileNotFoundError:
-        raise InputError(f"no config file {path}") from None
+        raise InputError(f"no config file {path}: give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"can't read config {path}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise InputError(f"cannot read config {path}: {reason}") from error
     if tree is None:
-        raise InputError(f"config {path} is empty: it must hold settings; configs/ has one for each recipe")
+        raise InputError(f"config {path} is empty: give a file with settings; configs/ has one for each recipe")
     if not isinstance(tree, dict):
-        raise InputError(f"config {path} must be a mapping of settings, it is a {type(tree).__name__}")
+        raise InputError(f"config {path} is a {type(tree).__name__}: write a mapping, with `key: value` on each line")
     return tree
 
 
 def read_value(text: str) -> Any:
-    """Parse a number, true or false, null, a list of them, or else text. Raises yaml.YAMLError."""
+    """Parse a number, true, false, null, a list of them, or text. Raises yaml.YAMLError."""
     _refuse_aliases_and_nesting(text)
     return yaml.load(text, _CoreLoader)  # noqa: S506 (a SafeLoader)
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Loads every value as the text in the file; refuses duplicate keys."""
+    """Loader that returns each value as the text in the file, and refuses duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (as the base class has it)
 
@@ -59,18 +60,20 @@ class _TextLoader(yaml.SafeLoader):
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """Loads by the core schema of YAML 1.2; PyYAML's own rules (1.1) read 010 as eight, 1:30 as ninety and no as false."""
+    """Loader for the core schema of YAML 1.2. PyYAML's rules (1.1) read 010 as eight, 1:30 as ninety and no as false."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = str(node.value)
         try:
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        except ValueError as error:  # more digits than Python converts
+            is_prefixed = text[:2] in ("0o", "0x")
+            return int(text, 0) if is_prefixed else int(text)
+        except ValueError as error:  # Python limits the digits of a decimal number
             raise yaml.constructor.ConstructorError(None, None, "the number has too many digits") from error
 
 
+# Both loaders know null; only the core loader knows numbers and booleans.
 for _loader in (_TextLoader, _CoreLoader):
     _loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 for _tag, _pattern, _first in (
@@ -83,11 +86,14 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_
 
 
 def _refuse_aliases_and_nesting(text: str) -> None:
-    """Raise yaml.YAMLError for what could take for ever to read: aliases of aliases, deeply nested brackets."""
+    """Raise yaml.YAMLError for aliases and deep nesting, because such a file could take forever to read."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError(f"aliases are not allowed in settings: write the value instead of *{event.anchor}")
         if depth > _MAX_NESTING:
-            raise yaml.YAMLError(f"more than {_MAX_NESTING} levels of brackets or sections")
+            raise yaml.YAMLError(f"more than {_MAX_NESTING} levels of brackets or sections: settings need two")

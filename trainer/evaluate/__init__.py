@@ -1,1 +1,1 @@
-"""What was learnt: features, linear probe, k-NN, report."""
+"""Evaluation of a trained encoder: features, linear probe, k-NN, results."""

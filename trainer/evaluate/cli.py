@@ -1,4 +1,4 @@
-"""`wmse probe`, `wmse knn` and `wmse evaluate` on the command line: they differ only in what they measure."""
+"""Command-line options of `wmse probe`, `wmse knn` and `wmse evaluate`, which differ only in what they measure."""
 
 from __future__ import annotations
 
@@ -9,54 +9,68 @@ from pathlib import Path
 
 from trainer.errors import DONE, InputError
 
+_POLL_SECONDS = 20.0
+
 
 def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the commands' own options; all others are settings."""
+    """Add the options of these commands; all other options are settings."""
     run = parser.add_mutually_exclusive_group(required=True)
-    run.add_argument("--run_dir", type=Path, metavar="DIR", help="folder of the pre-training run")
+    run.add_argument(
+        "--run_dir", type=Path, metavar="DIR", help="folder of the pre-training run; measure one checkpoint"
+    )
     run.add_argument(
         "--follow",
         type=Path,
         metavar="DIR",
-        help="the same, but measure each checkpoint as it appears until the run is over",
+        help="folder of the pre-training run; measure each checkpoint as it appears, until the run is over",
     )
     parser.add_argument(
         "--checkpoint",
         metavar="WHICH",
-        help="last (the default), a step, a file, random (the untrained encoder) or pixels (no encoder)",
+        help="with --run_dir: last (the default), a step, a file, random (the untrained encoder) or pixels (no encoder)",
     )
     parser.add_argument(
-        "--poll_seconds", type=float, metavar="S", help="with --follow: time between two checks (default 20)"
+        "--poll_seconds",
+        type=float,
+        metavar="S",
+        help=f"with --follow: seconds between two looks for new checkpoints (default {_POLL_SECONDS:g})",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="a new file for the results (JSON), instead of files in DIR/eval"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="with --run_dir: write the results to this new JSON file instead of files in DIR/eval",
     )
 
 
-def evaluate_run(own: argparse.Namespace, settings: Sequence[str], measures: Sequence[str]) -> int:
-    """Measure one checkpoint, or follow a run; returns the exit code. measures: of "linear" and "knn"."""
-    if own.follow is not None:
-        return _follow(own, settings, measures)
-    if own.poll_seconds is not None:
-        raise InputError("--poll_seconds is for --follow DIR: give that instead of --run_dir")
+def evaluate_run(options: argparse.Namespace, settings: Sequence[str], measures: Sequence[str]) -> int:
+    """Measure one checkpoint, or follow a run. Returns the exit code.
+
+    measures: a selection of "linear" and "knn"."""
+    if options.follow is not None:
+        return _follow(options, settings, measures)
+    if options.poll_seconds is not None:
+        raise InputError("--poll_seconds only applies to --follow: give --follow DIR instead of --run_dir DIR")
     from trainer.evaluate.run import run_evaluation
 
-    run_evaluation(own.run_dir, own.checkpoint or "last", settings, measures, own.out)
+    run_evaluation(options.run_dir, options.checkpoint or "last", settings, measures, options.out)
     return DONE
 
 
-def _follow(own: argparse.Namespace, settings: Sequence[str], measures: Sequence[str]) -> int:
-    if own.checkpoint is not None:
-        raise InputError("--checkpoint is for --run_dir: --follow takes every checkpoint")
-    if own.out is not None:
-        raise InputError("--out is for --run_dir: --follow keeps its results in DIR/eval, where it looks for them")
-    poll_seconds = 20.0 if own.poll_seconds is None else own.poll_seconds
+def _follow(options: argparse.Namespace, settings: Sequence[str], measures: Sequence[str]) -> int:
+    if options.checkpoint is not None:
+        raise InputError("--checkpoint only applies to --run_dir: remove it, since --follow measures every checkpoint")
+    if options.out is not None:
+        raise InputError("--out only applies to --run_dir: remove it, since --follow writes its results to DIR/eval")
+    poll_seconds = _POLL_SECONDS if options.poll_seconds is None else options.poll_seconds
     if not 0 < poll_seconds < math.inf:
-        raise InputError(f"--poll_seconds is {poll_seconds:g}: give a time above 0")
+        raise InputError(f"--poll_seconds is {poll_seconds:g}: give a number above 0")
     from trainer.run.signals import stop_on_signals
 
-    with stop_on_signals():  # nothing to save: a signal ends the process at once with 75, which asks for a new start
+    # An evaluator has nothing to save: a signal ends it at once with exit code 75, which asks for a new start.
+    with stop_on_signals():
+        # This import takes seconds, so it follows the handlers.
         from trainer.evaluate.follow import follow_run
 
-        follow_run(own.follow, settings, measures, poll_seconds)
+        follow_run(options.follow, settings, measures, poll_seconds)
     return DONE

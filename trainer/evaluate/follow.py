@@ -1,4 +1,4 @@
-"""Follow a run from another process: measure each checkpoint as it appears, until the run is over."""
+"""Follow a run from another process, and measure each checkpoint as it appears, until the run is over."""
 
 from __future__ import annotations
 
@@ -13,55 +13,63 @@ from trainer.cluster.jobs import find_job
 from trainer.cluster.runs import FINAL, number, read_json, read_run
 from trainer.distributed.ranks import find_ranks
 from trainer.errors import InputError
-from trainer.evaluate.evaluator import Evaluator, load_encoder_content
+from trainer.evaluate.evaluator import Evaluator
 from trainer.evaluate.report import print_table
 from trainer.evaluate.results import Source
+from trainer.run.checkpoint import load_checkpoint
 from trainer.run.checkpoint_files import list_checkpoints
 from trainer.run.folder import lock_run_folder, start_logging
 
-_SILENT_SECONDS = 1800.0  # without a heartbeat, and without a job that could be the reason: the run is over
-_JOB_SECONDS = 120.0  # without a heartbeat, when SLURM says that the job is over: the run is, too
-_TRIES = 3  # a network file system may show a new file incomplete for some seconds
+# A run without a heartbeat for this long counts as over: if SLURM does not know its job, and if SLURM says that it ended.
+_SILENT_SECONDS = 1800.0
+_JOB_SECONDS = 120.0
+_TRIES = 3  # a network file system may show a new checkpoint incomplete for some seconds
 _log = logging.getLogger(__name__)
 
 
 def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], poll_seconds: float) -> None:
     """Measure every checkpoint that has no result yet, oldest first, until the run is over and none is left.
 
-    settings, measures: as for `run_evaluation`. The run need not have started yet. Can be ended and started again at any
-    time: what is measured is on the disk. Raises InputError where the settings do not fit the run."""
+    The run may start later. This function may be ended and started again at any time, because results are on the disk.
+
+    settings, measures: as for `run_evaluation`. Raises InputError if the settings do not fit the run."""
     ranks = find_ranks()
     start_logging(None, ranks.rank)
     if ranks.world_size > 1:
-        raise InputError(f"--follow runs on one rank, not on {ranks.world_size}: start one task, with one GPU")
+        raise InputError(
+            f"--follow runs on one rank, but was started on {ranks.world_size}: start one task, with one GPU"
+        )
     watch = RunWatch(run_dir)
     evaluator = _wait_for_run(run_dir, settings, poll_seconds, watch)
     if evaluator is None:
         return
-    evaluator.results.check(must_keep=True)  # what has a result is not measured again
-    # two evaluators would delete each other's temporary files
+    # Results must be kept, because only a result on the disk prevents a second measurement.
+    evaluator.results.check(must_keep=True)
+    # Two evaluators would delete each other's temporary files.
     with lock_run_folder(run_dir / "eval"):
         follower = _Follower(run_dir, evaluator, measures)
         while True:
-            why_over = watch.why_over()  # first: what a run saved before it said so is in the list below
+            # Ask this first: the list of checkpoints then includes all that the run saved before it ended.
+            why_over = watch.why_over()
             follower.measure_all()
             if why_over and not follower.due():
                 break
             time.sleep(poll_seconds)
-    _log.info("%s: nothing is left to measure%s", why_over, follower.failures())
+    _log.info("%s: every checkpoint is measured%s", why_over, follower.failures())
 
 
 def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, watch: RunWatch) -> Evaluator | None:
     """Return the evaluator once the run has written its settings; None if the run ends without them."""
-    said = False
-    while not (run_dir / "config.yaml").exists():
+    config_path = run_dir / "config.yaml"
+    is_logged = False
+    while not config_path.exists():
         why_over = watch.why_over()
         if why_over:
-            _log.warning("%s before it wrote %s: there is nothing to measure", why_over, run_dir / "config.yaml")
+            _log.warning("%s before it wrote %s: no checkpoint can be measured", why_over, config_path)
             return None
-        if not said:
-            _log.info("waiting for %s", run_dir / "config.yaml")
-        said = True
+        if not is_logged:
+            _log.info("waiting for %s", config_path)
+            is_logged = True
         time.sleep(poll_seconds)
     evaluator = Evaluator(run_dir, settings, find_ranks())
     _log.info("following %s, checking every %g s", run_dir, poll_seconds)
@@ -69,16 +77,17 @@ def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, w
 
 
 class _Follower:
-    """Measures what has no result yet."""
+    """Measures the checkpoints of a run that have no result yet."""
 
     def __init__(self, run_dir: Path, evaluator: Evaluator, measures: Sequence[str]) -> None:
         self._checkpoints = run_dir / "checkpoints"
         self._evaluator = evaluator
         self._measures = measures
-        self._tries: Counter[tuple[Path, float]] = Counter()  # by version: a resumed run may write a step again
+        # Failed tries by file and time of writing: a resumed run may write the checkpoint of a step again.
+        self._tries: Counter[tuple[Path, float]] = Counter()
 
     def due(self) -> list[tuple[int, Path, list[str]]]:
-        """(step, file, what is missing) of each checkpoint to measure, oldest first."""
+        """List (step, file, missing measures) of each checkpoint to measure, oldest first."""
         found = []
         for step, path in list_checkpoints(self._checkpoints):
             missing = [measure for measure in self._measures if not self._has_result(measure, step)]
@@ -91,10 +100,10 @@ class _Follower:
         return "top1" in read_json(path, [])
 
     def measure_all(self) -> None:
-        """Measure what is due now; log a checkpoint that can't be read and skip it this time."""
+        """Measure all checkpoints that are due now. Log and skip a checkpoint that cannot be read."""
         for step, path, missing in self.due():
             try:
-                content = load_encoder_content(path)
+                content = load_checkpoint(path)
             except InputError as error:
                 self._tries[path, _written(path)] += 1
                 _log.warning("step %d is skipped: %s", step, error)
@@ -102,6 +111,7 @@ class _Follower:
             self._measure(step, missing, content, path)
 
     def _measure(self, step: int, missing: list[str], content: dict[str, Any], path: Path) -> None:
+        """Make the missing measures of one checkpoint, and write each result at once."""
         encode = self._evaluator.trained_encoder(content, path)
         source = Source(str(step), path, content["sha256"])
         results = {}
@@ -111,14 +121,19 @@ class _Follower:
                 self._evaluator.results.write(source, {measure: result})
             except OSError as error:
                 self._tries[path, _written(path)] += 1
-                _log.error("step %d: the result could not be written: %s; it will be measured again", step, error)
+                _log.error(
+                    "cannot write the result of step %d: %s; the evaluator will measure this step again", step, error
+                )
         print_table(source.name, results)
 
     def failures(self) -> str:
-        """Name the checkpoints that could never be read, for the last log line."""
-        lost = [path for (path, written), tries in self._tries.items() if tries >= _TRIES and written == _written(path)]
-        names = sorted(path.name for path in lost if path.exists())
-        return f"; could not be read: {', '.join(names)}" if names else ""
+        """Name the checkpoints that could not be read or measured, for the last log line."""
+        names = []
+        for (path, written), tries in self._tries.items():
+            is_current = path.exists() and written == _written(path)
+            if is_current and tries >= _TRIES:
+                names.append(path.name)
+        return f", except {', '.join(sorted(names))}, which failed {_TRIES} times" if names else ""
 
 
 def _written(path: Path) -> float:
@@ -130,33 +145,38 @@ def _written(path: Path) -> float:
 
 
 class RunWatch:
-    """Tells whether a run is over, also one that was killed and could not say so."""
+    """Tells whether a run is over, even if it was killed and could not write this to state.json."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._began = time.time()
-        self._job_seen = 0.0  # when SLURM last said that the job waits or runs
+        self._job_seen = 0.0  # time when SLURM last reported the job as waiting or running
 
     def why_over(self) -> str | None:
-        """Why nothing more is to be expected of the run, in words; None while it waits or runs, or was never started."""
+        """Say why the run will write no more checkpoints; None while it waits or runs, or if it was never started."""
         run = read_run(self._run_dir)
         if run.status is None:
             return None
-        if run.is_over(find_job(run.job_id) if run.status == "failed" else None):
+        job = find_job(run.job_id) if run.status == "failed" else None
+        if run.is_over(job):
             return f"the run ended ({run.status})"
         if run.status in FINAL:
             return None
-        beats = run.status in ("starting", "running")  # in a queue it has no heartbeat to show
-        beat = number(run.state, "heartbeat") if beats else None
-        last = max(self._began if beat is None else beat, self._job_seen)
-        silent = time.time() - last
+
+        # A run in a queue has no heartbeat. A missing one counts from the start of this evaluator.
+        has_heartbeat = run.status in ("starting", "running")
+        heartbeat = number(run.state, "heartbeat") if has_heartbeat else None
+        last_sign = self._began if heartbeat is None else heartbeat
+        silent = time.time() - max(last_sign, self._job_seen)
         if silent <= _JOB_SECONDS:
             return None
         job = find_job(run.job_id)
         if job and job.is_active:
             self._job_seen = time.time()
             return None
-        # without word from SLURM the disk may hang, or the run may be moving to another job
+        # If SLURM does not answer, the disk may hang, or the run may be moving to another job.
         if job is None and silent <= _SILENT_SECONDS:
             return None
-        return f"the run said that it is {run.status}, but gave no sign of life for {(time.time() - last) / 60:.0f} min"
+        return (
+            f"state.json says that the run is {run.status}, but it has given no sign of life for {silent / 60:.0f} min"
+        )

@@ -1,8 +1,8 @@
-"""Keep results as RUN_DIR/eval/*.json. A result never overwrites that of another measurement.
+"""Keep results as RUN_DIR/eval/*.json. A result never overwrites the result of another measurement.
 
-MEASURE_NAME.json         of the run's own checkpoint (NAME is its step), "random" or "pixels", with the run's own settings
-MEASURE_NAME_DIGEST.json  of other settings, another set or another run's checkpoint; or a result that had the first name,
-                          renamed because the images or the checkpoint have changed since
+MEASURE_NAME.json         measures a checkpoint of this run (NAME is its step), "random" or "pixels", with this run's settings
+MEASURE_NAME_DIGEST.json  measures with other settings, on another set, or another run's checkpoint; or it is an earlier
+                          MEASURE_NAME.json, renamed because the images or the checkpoint have changed since
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from trainer.run.tensorboard import draw_evaluation
 
 _log = logging.getLogger(__name__)
 _ROOM_BYTES = 1 << 16  # several times the size of one encoder's results
-# settings, or beginnings of their names, that affect a figure: of every measure, and of some
+# Settings, or beginnings of their names, that affect the figures of every measure, and of some measures or encoders.
 _SHAPING = ("views.size", "views.eval_resize", "views.interpolation", "evaluate.precision")
 _SHAPING_OF = {
     "linear": ("seed", "evaluate.probe_"),
     "knn": ("evaluate.knn_k",),
     "random": ("seed", "model.", "views.mean", "views.std", "data.train_split", "evaluate.images_per_batch"),
 }
-# keys that are equal in two results of the same measurement
+# Keys whose values are equal in two results of the same measurement.
 _IDENTITY = (
     "data_root",
     "train_split",
@@ -46,32 +46,33 @@ _IDENTITY = (
 
 
 class Source(NamedTuple):
-    """Whose features are measured."""
+    """Source of the features that are measured."""
 
     name: str
     """The step of a checkpoint, "random" or "pixels"."""
     path: Path | None = None
-    """The checkpoint; None: there is none."""
+    """The checkpoint; None for "random" and "pixels"."""
     sha256: str | None = None
-    """Digest of the checkpoint's content, as it says itself."""
+    """Digest of the checkpoint's content, as stored in the checkpoint."""
 
 
 class Results:
-    """The results of one run. config: the settings of the measurement; own: those of the run. out: a file instead of eval/."""
+    """Results of the evaluation of one run, as files."""
 
-    def __init__(self, run_dir: Path, own: Config, config: Config, out: Path | None = None) -> None:
+    def __init__(self, run_dir: Path, config_of_run: Config, config: Config, out: Path | None = None) -> None:
+        """config: the settings of the measurement. out: file for all results; None: files in RUN_DIR/eval."""
         self._run_dir = run_dir
-        self._own = own
+        self._config_of_run = config_of_run
         self._config = config
         self._out = out
         self._can_keep = True
 
     def check(self, *, must_keep: bool = False) -> None:
-        """Check before the work whether results can be kept, and warn if not; they are printed in any case.
+        """Check before the work whether results can be written, and warn if not: they will only be printed then.
 
-        Raises InputError for an `out` that exists or can't be written and, with must_keep, if eval/ can't be written."""
+        Raises InputError if `out` exists or cannot be written, and with must_keep also if eval/ cannot be written."""
         if self._out is not None and self._out.exists():
-            raise InputError(f"--out {self._out} exists already: give a new name, so that no result is lost")
+            raise InputError(f"--out {self._out} exists already: give a new name, since results are not overwritten")
         folder = self._run_dir / "eval" if self._out is None else self._out.absolute().parent
         try:
             if self._out is None:
@@ -79,27 +80,28 @@ class Results:
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(bytes(_ROOM_BYTES))
                 file.flush()
-                os.fsync(file.fileno())  # a full disk may say so only here
+                os.fsync(file.fileno())  # some file systems report a full disk only here
         except OSError as error:
             if self._out is not None or must_keep:
                 raise InputError(
-                    f"can't write to {folder}: {error.strerror}; free some space or name another place"
+                    f"cannot write to {folder}: {error.strerror}; free some space or choose another folder"
                 ) from error
             self._can_keep = False
             _log.warning(
-                "can't write to %s: %s. The figures will be printed only; --out FILE keeps them elsewhere",
+                "cannot write to %s: %s. The figures will only be printed; use --out FILE to write them to another folder",
                 folder,
                 error.strerror,
             )
 
     def owns(self, source: Source) -> bool:
-        """Whether a checkpoint is the run's own: the file that lies in its folder under the name of its step."""
+        """Return whether the source belongs to this run: its checkpoint lies in the run folder under the name of its step."""
         if source.path is None:
             return True
-        return source.path.resolve() == checkpoint_path(self._run_dir / "checkpoints", int(source.name)).resolve()
+        path_in_run = checkpoint_path(self._run_dir / "checkpoints", int(source.name))
+        return source.path.resolve() == path_in_run.resolve()
 
     def about(self, measure: str, source: Source) -> dict[str, Any]:
-        """Return what a result says about checkpoint, splits and settings."""
+        """Return the part of a result that describes checkpoint, splits and settings."""
         is_step = source.path is not None
         return {
             "checkpoint": source.name,
@@ -113,58 +115,69 @@ class Results:
     def path(self, measure: str, source: Source) -> Path:
         """Return the file for the result of a measurement."""
         conditions = _conditions(self._config, measure, source.name)
-        other: list[Any] = [] if conditions == _conditions(self._own, measure, source.name) else [conditions]
+        # The digest covers whatever differs from the run's settings and checkpoints.
+        differences: list[Any] = []
+        if conditions != _conditions(self._config_of_run, measure, source.name):
+            differences.append(conditions)
         if not self.owns(source):
-            other.append(source.sha256)
-        suffix = f"_{_digest(other)}" if other else ""
+            differences.append(source.sha256)
+        suffix = f"_{_digest(differences)}" if differences else ""
         return self._run_dir / "eval" / f"{measure}_{source.name}{suffix}.json"
 
     def write(self, source: Source, results: dict[str, dict[str, Any]]) -> None:
-        """Keep {measure: result}, unless `check` found that this is impossible. Raises OSError if it fails."""
+        """Write {measure: result}, unless `check` found that this is impossible. Raises OSError if writing fails."""
         if not self._can_keep:
-            _log.warning("the figures were printed, but not kept: eval/ can't be written")
+            _log.warning("the figures were only printed, because %s cannot be written", self._run_dir / "eval")
             return
         if self._out is not None:
             write_text(self._out, json.dumps(results, indent=1) + "\n")
-            _log.info("written to %s", self._out)
+            _log.info("wrote the results to %s", self._out)
             return
         for measure, result in results.items():
             path = self.path(measure, source)
             path.parent.mkdir(exist_ok=True)
-            for rest in path.parent.glob(f".{path.name}.*"):  # left by an evaluator that was ended while it wrote
-                rest.unlink(missing_ok=True)
-            _set_aside_other(path, result)
-            self._draw(measure, source, result)  # before the file, which marks the measurement as complete
+            # Remove the temporary files of an evaluator that was ended while it wrote.
+            for leftover in path.parent.glob(f".{path.name}.*"):
+                leftover.unlink(missing_ok=True)
+            _rename_if_other(path, result)
+            # Draw before the file is written, because the file marks the measurement as complete.
+            self._draw(measure, source, result)
             write_text(path, json.dumps(result, indent=1) + "\n")
-            _log.info("written to %s", path)
+            _log.info("wrote the result to %s", path)
 
     def _draw(self, measure: str, source: Source, result: dict[str, Any]) -> None:
-        """Show the result of the run's own checkpoint and settings in TensorBoard, beside the curves of the training."""
-        is_own = source.path and self.path(measure, source).name == f"{measure}_{source.name}.json"
-        if self._config.log.tensorboard and is_own:
+        """Add the result to the run's TensorBoard curves, if it is of the run's checkpoints and settings."""
+        is_of_run = source.path and self.path(measure, source).name == f"{measure}_{source.name}.json"
+        if self._config.log.tensorboard and is_of_run:
             figures = {f"{measure}_{figure}": result[figure] for figure in FIGURES if figure in result}
             draw_evaluation(self._run_dir, int(source.name), figures)
 
 
-def _set_aside_other(path: Path, result: dict[str, Any]) -> None:
+def _rename_if_other(path: Path, result: dict[str, Any]) -> None:
+    """Rename the result in `path` if it measured other images or another checkpoint than `result`."""
     before = read_json(path, [])
-    if "top1" not in before or all(before.get(key) == result[key] for key in _IDENTITY):
+    is_same = all(before.get(key) == result[key] for key in _IDENTITY)
+    if "top1" not in before or is_same:
         return
     kept = path.with_name(f"{path.stem}_{_digest(before)}.json")
     path.rename(kept)
-    _log.info("%s was measured on other images or another checkpoint: renamed to %s", path.name, kept.name)
+    _log.info("renamed %s to %s, because it measured other images or another checkpoint", path.name, kept.name)
 
 
 def _conditions(config: Config, measure: str, name: str) -> dict[str, Any]:
     """Return the splits and settings of a measurement."""
+    # Only settings that affect the figures count: two results that differ in others are the same measurement.
     shaping = (*_SHAPING, *_SHAPING_OF[measure], *_SHAPING_OF.get(name, ()))
+    settings = plain_settings(config)
     return {
         "data_root": str(Path(config.data.root).expanduser().resolve()),
         "train_split": config.data.probe_split or config.data.train_split,
         "test_split": config.data.test_split,
-        "settings": {key: value for key, value in plain_settings(config).items() if key.startswith(shaping)},
+        "settings": {key: value for key, value in settings.items() if key.startswith(shaping)},
     }
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+    """Return eight hexadecimal digits that identify a JSON value."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""Measure the encoder of a run once, in a process of its own: read a checkpoint and write DIR/eval/*.json."""
+"""Measure one encoder of a run: read a checkpoint and write DIR/eval/*.json. Needs nothing of the training loop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def run_evaluation(
 ) -> dict[str, Any]:
     """Evaluate `which` ("last", a step, a file, "random": the untrained encoder, "pixels": no encoder) of a run.
 
-    settings: command-line words over the run's config. measures: of "linear" and "knn". Prints {measure: result} as JSON on
-    stdout and returns it, empty on ranks but the first; each result is kept in DIR/eval, or all in the file `out`.
+    Prints {measure: result} as JSON to stdout and returns it; it is empty on all ranks but rank 0. Writes each result to
+    DIR/eval, or all results to the file `out`.
+
+    settings: command-line words that override the run's config. measures: a selection of "linear" and "knn".
     """
     ranks = find_ranks()
     start_logging(None, ranks.rank)
@@ -32,13 +34,14 @@ def run_evaluation(
         results = dict(evaluator.measure(encode, source, measures))
     if results:
         print_table(source.name, results)
-        print(json.dumps(results, indent=1), flush=True)  # before the files: a full disk must not lose the figures
+        # Print before writing, so that a full disk does not lose the figures.
+        print(json.dumps(results, indent=1), flush=True)
         try:
             evaluator.results.write(source, results)
         except OSError as error:
             place = out or run_dir / "eval"
             raise InputError(
-                f"the figures above were printed, but not kept in {place}: {error.strerror}; free some space, or keep them "
-                "elsewhere with --out FILE"
+                f"cannot write the figures above to {place}: {error.strerror}. Free some space, or choose another file "
+                "with --out FILE"
             ) from error
     return results

@@ -1,1 +1,1 @@
-"""Pure loss functions, one a file: shapes in, scalar out."""
+"""Pure loss functions of tensors, one for each method."""

@@ -1,4 +1,4 @@
-"""W-MSE: whiten the embeddings slice by slice, then pull the views of one image together.
+"""W-MSE loss: whitens the embeddings slice by slice, then measures the distance between the views of an image.
 
 Ermolov et al., "Whitening for Self-Supervised Representation Learning", ICML 2021, equations 4-6. Shapes used below:
     v  (num_views * N, k)           embeddings, view-major: all of view 0, then view 1, ...
@@ -32,17 +32,17 @@ def wmse_loss(
     backend: str = "auto",
     cholesky_float64: bool = False,
 ) -> Tensor:
-    """The W-MSE loss of v, a scalar in float32 (float64 if v is), whatever autocast says.
+    """Compute the W-MSE loss of v, a scalar in float32 (float64 if v is), inside and outside of autocast.
 
     v: (num_views * N, k) floating, view-major; N a multiple of slice_size, slice_size > k (2k in the paper).
-    normalize: True: squared distance of L2-normalised rows, 2 - 2 cos, in 0..4; False: mean squared difference of the
-        whitened rows. Both are means over iterations, images and pairs of views (False: and over the k elements).
-    permutations: (iterations, N) int64, each row a permutation of the images, the same for every view; None draws
-        one per iteration from `generator` (on the device of v; None: torch's default one).
+    normalize: True: squared distance of L2-normalised rows, 2 - 2 cos, in 0..4. False: squared difference of the whitened
+        rows, averaged over the k elements. Both are averaged over iterations, images and pairs of views.
+    permutations: (iterations, N) int64, each row a permutation of the images, the same for every view. None: drawn from
+        `generator`, which is on the device of v (None: torch's default generator).
     eps, backend, cholesky_float64: see `kernels.whitening.whiten`.
 
-    Where the whitening of a slice fails in any view, its images are left out of the mean of that iteration; the loss is
-    0, with zero gradient, if all fail. Raises InputError for sizes that do not fit.
+    If the whitening of a slice fails in any view, the images of the slice do not count in the mean of that iteration. If
+    all slices fail, the loss is 0 and its gradient is zero. Raises InputError for sizes that do not fit.
     """
     return wmse_loss_with_status(
         v,
@@ -71,9 +71,9 @@ def wmse_loss_with_status(
     backend: str = "auto",
     cholesky_float64: bool = False,
 ) -> tuple[Tensor, WhiteningStatus]:
-    """As `wmse_loss`, and also returns the status of every slice that was whitened.
+    """Compute `wmse_loss`, and return it with the status of every slice.
 
-    status: ok and min_pivot of shape (num_views * iterations * N / M,), in this order, the last index fastest.
+    The status has ok and min_pivot of shape (num_views * iterations * N / M,): by view, then iteration, then slice.
     """
     _check(v, num_views, slice_size, iterations)
     num_images = v.shape[0] // num_views
@@ -86,8 +86,9 @@ def wmse_loss_with_status(
         )
     with without_autocast(v.device):
         v = v if v.dtype == torch.float64 else v.float()
-        slices = (num_views * iterations * num_images // slice_size, slice_size, v.shape[1])
-        backend = choose_backend(backend, v, slices, cholesky_float64)
+        num_slices = num_views * iterations * num_images // slice_size
+        shape = (num_slices, slice_size, v.shape[1])
+        backend = choose_backend(backend, v, shape, cholesky_float64)
         if backend == "reference":
             return _reference_loss(v, permutations, num_views, slice_size, normalize, eps, cholesky_float64)
         loss, ok, min_pivot = FusedLoss.apply(
@@ -105,39 +106,52 @@ def _reference_loss(
     eps: float,
     cholesky_float64: bool,
 ) -> tuple[Tensor, WhiteningStatus]:
-    """The definition, every slice and pair by itself, differentiated by torch: for tests and benchmarks."""
+    """Compute the loss by its definition, with a tensor for each pair of views and torch's gradient.
+
+    This is the reference for tests and benchmarks."""
+    # Whiten each slice of the permuted images.
     size = v.shape[1]
-    x = v.view(num_views, -1, size)[:, permutations.flatten()].reshape(-1, slice_size, size)
+    permuted = v.view(num_views, -1, size)[:, permutations.flatten()]
+    x = permuted.reshape(-1, slice_size, size)
     z, status = whiten_with_status(x, eps=eps, backend="reference", cholesky_float64=cholesky_float64)
     views = z.view(num_views, -1, slice_size, size)
     if normalize:
         views = torch.nn.functional.normalize(views, dim=-1)
-    pairs = torch.stack([(views[i] - views[j]).square() for i in range(num_views) for j in range(i)])
-    distances = pairs.sum(-1) if normalize else pairs.mean(-1)  # (pairs, S, M)
+    # Distances of all pairs of views.
+    pairs = [(views[i] - views[j]).square() for i in range(num_views) for j in range(i)]
+    squares = torch.stack(pairs)
+    distances = squares.sum(-1) if normalize else squares.mean(-1)  # (pairs, S, M)
+    # Average over the slices that could be whitened in every view.
     complete = status.ok.view(num_views, -1).all(0)
-    kept = torch.where(complete, distances.mean((0, 2)), 0.0)
-    return kept.sum() / complete.sum().clamp_min(1), status
+    of_slices = torch.where(complete, distances.mean((0, 2)), 0.0)
+    return of_slices.sum() / complete.sum().clamp_min(1), status
 
 
 def draw_permutations(
     iterations: int, num_images: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """-> (iterations, num_images) int64, one random permutation of the images for each iteration."""
-    return torch.stack([torch.randperm(num_images, generator=generator, device=device) for _ in range(iterations)])
+    """Draw a random permutation of the images for each iteration, (iterations, num_images) int64."""
+    orders = [torch.randperm(num_images, generator=generator, device=device) for _ in range(iterations)]
+    return torch.stack(orders)
 
 
 def _check(v: Tensor, num_views: int, slice_size: int, iterations: int) -> None:
+    """Raise InputError for sizes that do not fit, and warn if slices are short."""
     if v.dim() != 2 or not v.is_floating_point():
         raise InputError(f"v must be floating of shape (num_views * images, embedding), got {v.dtype} {tuple(v.shape)}")
     if num_views < 2 or iterations < 1:
-        raise InputError(f"W-MSE needs 2 views and 1 iteration or more, got {num_views} and {iterations}")
+        raise InputError(
+            f"num_views is {num_views} and iterations {iterations}: W-MSE needs at least 2 views and 1 iteration"
+        )
     num_rows, size = v.shape
     if num_rows % num_views:
-        raise InputError(f"v has {num_rows} rows, not a multiple of num_views={num_views}")
+        raise InputError(
+            f"v has {num_rows} rows, which num_views={num_views} does not divide: give all views of each image"
+        )
     if slice_size <= size:
         raise InputError(
             f"slice_size={slice_size} gives a singular covariance for embeddings of size {size}; "
-            f"set slice_size above {size}, best {2 * size}"
+            f"set slice_size above {size}; the paper uses {2 * size}"
         )
     num_images = num_rows // num_views
     if num_images % slice_size or num_images == 0:
@@ -151,7 +165,8 @@ def _check(v: Tensor, num_views: int, slice_size: int, iterations: int) -> None:
         _warn_of_short_slices(slice_size, size)
 
 
-@torch.compiler.assume_constant_result  # run by the compiler while it traces, since it cannot trace a log record
+# The compiler runs this function while it traces, because it cannot trace a log record.
+@torch.compiler.assume_constant_result
 def _warn_of_short_slices(slice_size: int, size: int) -> None:
     _warn_once(
         f"slice_size={slice_size} is below twice the embedding size {size}: the whitening is badly conditioned; "

@@ -1,7 +1,7 @@
-"""W-MSE and its gradient as one autograd node: rows in order, whitening, distances of pairs.
+"""W-MSE loss and its gradient as one autograd node: permutation of the rows, whitening, distances of pairs.
 
-On a CPU a node costs as much as a product of the whitening (three nodes instead of one add 15 % at k = 64), and written
-out, the gradient of the distances takes a third of the passes over z that autograd takes. Shapes:
+On a CPU an autograd node costs as much as a matrix product of the whitening: three nodes instead of one add 15 % at k = 64.
+The explicit gradient of the distances needs a third of the passes over z that autograd needs. Shapes:
     v (num_views * N, k)    permutations (iterations, N)    S = iterations * N / M slices of each view
     x, z, grad_z (num_views * S, M, k)    complete, weight (S,)
 """
@@ -15,7 +15,9 @@ import kernels.torch_ops  # noqa: F401  the operators wmse::whiten and wmse::whi
 
 
 class FusedLoss(torch.autograd.Function):
-    """-> loss (scalar), ok (num_views * S,), min_pivot (num_views * S,); see `trainer.losses.wmse` for the arguments."""
+    """Autograd function that returns loss (scalar), ok and min_pivot (num_views * S,).
+
+    `trainer.losses.wmse` describes the arguments."""
 
     @staticmethod
     def forward(
@@ -31,9 +33,12 @@ class FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         x = _cut_slices(v, permutations, num_views, slice_size)
         z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)
+        # A slice counts if it could be whitened in every view.
         complete = ok.view(num_views, -1).all(0)
-        loss, pairs = _pair_distance(z.view(num_views, len(complete), slice_size, -1), complete, normalize)
-        ctx.eps, ctx.backend = eps, backend
+        views = z.view(num_views, len(complete), slice_size, -1)
+        loss, pairs = _pair_distance(views, complete, normalize)
+        ctx.eps = eps
+        ctx.backend = backend
         ctx.save_for_backward(permutations, z, w, u, ok, *pairs)
         ctx.mark_non_differentiable(ok, min_pivot)
         ctx.set_materialize_grads(False)
@@ -41,68 +46,93 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # once_differentiable stays silent where `gradient` itself needs no gradient
+        # torch's once_differentiable does not notice create_graph if `gradient` itself needs no gradient.
+        if torch.is_grad_enabled():
             raise NotImplementedError("the W-MSE loss has no second derivative: call backward without create_graph")
         if gradient is None:
-            return None, *[None] * 7
+            return (None,) * 8
         permutations, z, w, u, ok, *pairs = ctx.saved_tensors
         num_views = len(z) // len(pairs[-1])
-        grad_z = _pair_distance_backward(gradient, z.unflatten(0, (num_views, -1)), _Pairs(*pairs))
-        grad_x = torch.ops.wmse.whiten_backward(grad_z.flatten(0, 1), z, w, u, ok, ctx.eps, ctx.backend)
-        return _join_slices(grad_x, permutations, num_views), *[None] * 7
+        views = z.unflatten(0, (num_views, -1))
+        grad_views = _pair_distance_backward(gradient, views, _Pairs(*pairs))
+        grad_z = grad_views.flatten(0, 1)
+        grad_x = torch.ops.wmse.whiten_backward(grad_z, z, w, u, ok, ctx.eps, ctx.backend)
+        grad_v = _join_slices(grad_x, permutations, num_views)
+        return grad_v, *[None] * 7
 
 
 def _cut_slices(v: Tensor, permutations: Tensor, num_views: int, slice_size: int) -> Tensor:
-    """v -> x: the same permutations of the images for every view, cut into slices."""
-    views = v.view(num_views, -1, v.shape[1])
-    return views.index_select(1, permutations.flatten()).view(-1, slice_size, v.shape[1])
+    """Permute the images of every view alike, and cut v into slices x."""
+    size = v.shape[1]
+    views = v.view(num_views, -1, size)
+    permuted = views.index_select(1, permutations.flatten())
+    return permuted.view(-1, slice_size, size)
 
 
 def _join_slices(grad_x: Tensor, permutations: Tensor, num_views: int) -> Tensor:
-    """Gradient at x -> at v, gathered by the inverse permutations.
+    """Turn the gradient at x into the gradient at v, by the inverse permutations.
 
-    A fifth of the time of index_select's own backward, which adds row by row, and in an order of its own on a GPU.
+    This takes a fifth of the time of the backward of index_select, which adds row by row, on a GPU in a varying order.
     """
-    size, (iterations, num_images) = grad_x.shape[-1], permutations.shape
-    places = torch.arange(iterations * num_images, device=grad_x.device).view_as(permutations)
-    inverse = torch.empty_like(permutations).scatter_(1, permutations, places)
-    back = grad_x.view(num_views, -1, size).index_select(1, inverse.flatten())
+    size = grad_x.shape[-1]
+    iterations, num_images = permutations.shape
+    # Position in x of each image in each iteration.
+    positions = torch.arange(iterations * num_images, device=grad_x.device).view_as(permutations)
+    inverse = torch.empty_like(permutations).scatter_(1, permutations, positions)
+    views = grad_x.view(num_views, -1, size)
+    grad_v = views.index_select(1, inverse.flatten())
+    # An image occurs once in each iteration.
     if iterations > 1:
-        back = back.unflatten(1, (iterations, num_images)).sum(1)
-    return back.view(-1, size)
+        grad_v = grad_v.unflatten(1, (iterations, num_images)).sum(1)
+    return grad_v.view(-1, size)
 
 
 class _Pairs(NamedTuple):
-    """What the distances leave for their gradient."""
+    """Values that the distances save for their gradient."""
 
-    inverse_norm: Tensor | None  # (num_views, S, M, 1); None where rows are not normalised
+    inverse_norm: Tensor | None  # (num_views, S, M, 1); None if rows are not normalised
     total: Tensor  # (S, M, k), sum of the views
-    weight: Tensor  # (S,), of the squares of a slice in the loss; 0 where it is not complete
+    weight: Tensor  # (S,), factor of the squares of a slice in the loss; 0 if the slice is not complete
 
 
 def _pair_distance(z: Tensor, complete: Tensor, normalize: bool) -> tuple[Tensor, _Pairs]:
-    """Mean distance over all pairs of views, images and (Euclidean) elements of the complete slices, in O(num_views).
+    """Compute the mean distance over all pairs of views and all images of the complete slices, in time O(num_views).
 
-    z: (num_views, S, M, k) -> scalar, 0 if no slice is complete. The squared differences of all pairs of views of an image
-    add up to num_views * sum_i |z_i - mean z|^2, which rounding never makes negative; for unit rows
-    |u_i - u_j|^2 = 2 - 2 cos.
+    The squared differences of all pairs of views of an image add up to num_views * sum_i |z_i - mean z|^2, which rounding
+    never makes negative. For unit rows, |u_i - u_j|^2 = 2 - 2 cos. Without normalisation, the mean is also over elements.
+
+    z: (num_views, S, M, k). Returns a scalar, which is 0 if no slice is complete, and values for the gradient.
     """
     num_views, _, num_rows, size = z.shape
-    inverse_norm, rows = None, z
+    inverse_norm = None
+    rows = z
     if normalize:
-        inverse_norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min_(1e-12).reciprocal_()
+        norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        inverse_norm = norm.clamp_min_(1e-12).reciprocal_()
         rows = z * inverse_norm
     total = rows.sum(0)
-    squares = torch.sub(rows, total, alpha=1 / num_views).square_().flatten(2).sum(2).sum(0)
-    terms = (num_views - 1) / 2 * num_rows * (1 if normalize else size)
-    weight = complete / complete.sum(dtype=z.dtype).clamp_min_(1).mul_(terms)
+    deviations = torch.sub(rows, total, alpha=1 / num_views)
+    squares = deviations.square_().flatten(2).sum(2).sum(0)  # (S,)
+
+    # Divide by the number of pairs, rows and (without normalisation) elements of all complete slices. The factor num_views
+    # of the sum over pairs cancels against that of the number of pairs.
+    terms = (num_views - 1) / 2 * num_rows
+    if not normalize:
+        terms *= size
+    num_complete = complete.sum(dtype=z.dtype).clamp_min_(1)
+    weight = complete / num_complete.mul_(terms)
     return torch.dot(squares, weight), _Pairs(inverse_norm, total, weight)
 
 
 def _pair_distance_backward(gradient: Tensor, z: Tensor, pairs: _Pairs) -> Tensor:
-    """At z_i a multiple of z_i - mean z; where rows are normalised, of the part of -mean u across u_i."""
+    """Compute the gradient at z.
+
+    It is a multiple of z_i - mean z. If rows are normalised, it is a multiple of the part of -mean u orthogonal to u_i."""
     scale = (pairs.weight * gradient)[:, None, None].mul_(2)
     if pairs.inverse_norm is None:
         return torch.sub(z, pairs.total, alpha=1 / len(z)).mul_(scale)
-    along = (z * pairs.total).sum(-1, keepdim=True).mul_(pairs.inverse_norm).mul_(pairs.inverse_norm)
-    return torch.addcmul(pairs.total, z, along, value=-1).mul_(pairs.inverse_norm * scale.div_(-len(z)))
+    # Subtract from the sum of the unit rows its projection onto each row.
+    products = (z * pairs.total).sum(-1, keepdim=True)
+    along = products.mul_(pairs.inverse_norm).mul_(pairs.inverse_norm)
+    orthogonal = torch.addcmul(pairs.total, z, along, value=-1)
+    return orthogonal.mul_(pairs.inverse_norm * scale.div_(-len(z)))

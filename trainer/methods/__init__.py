@@ -1,5 +1,5 @@
-"""The methods of self-supervised learning. docs/extending.md shows how to add one.
+"""Methods of self-supervised learning. docs/extending.md shows how to add one.
 
-A method is a section of the config (a `MethodSettings`, free of torch) that builds a `Method`: its networks, its loss and what
-follows an update. Everything else knows methods only by these two classes.
+A method consists of a section of the config (a `MethodSettings`, which needs no torch) and a class (a `Method`) with its
+networks, its loss, and its changes after an update. The rest of the program only uses these two interfaces.
 """

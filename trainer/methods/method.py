@@ -1,4 +1,4 @@
-"""The interface of a method: networks, a loss, and what follows an update.
+"""Interface of a method: its networks, its loss, its checks and metrics, and its changes after an update.
 
 Shapes: R = d*N views of this rank or micro-batch (view-major), k embedding size.
 """
@@ -16,40 +16,42 @@ from trainer.metric import Metric
 
 
 class LossOutput(NamedTuple):
-    """What the loss of one micro-batch leaves on the device."""
+    """Output of one micro-batch, on the device."""
 
     loss: Tensor  # 0-d float32, differentiable
     ok: Tensor  # (len(Method.checks),) bool; if one is False on any rank, no rank makes the update
     metrics: dict[str, Tensor]  # 0-d, by the names of Method.metrics
-    embeddings: Tensor  # (R, k), of which the effective rank is logged
+    embeddings: Tensor  # (R, k), to compute the effective rank
 
 
 class Method:
-    """A method of self-supervised learning. The step calls `networks`, then `loss`; after the optimizer, `after_update`.
+    """Method of self-supervised learning. The step calls `networks`, then `loss`, and after the optimizer `after_update`.
 
-    All state is in `networks`: parameters that are trained, parameters that need no gradient (a target network), and buffers
-    (statistics, a queue). A checkpoint holds it, and a skipped update restores it, without any code of the method.
+    `networks` holds all state: trained parameters, parameters without gradient (a target network), and buffers (statistics, a
+    queue). Checkpoints then include it, and a skipped update restores it, without any code of the method.
     """
 
     networks: nn.Module
-    """Called with pixels (R, 3, S, S) uint8, channels_last. `networks.encoder` and `networks.normalize` are what the evaluator
-    loads."""
+    """Networks that take pixels (R, 3, S, S) uint8, channels_last. The evaluator loads `networks.encoder` and
+    `networks.normalize`."""
     checks: tuple[str, ...] = ()
-    """What may fail in a step, causes before consequences, as text for the log: "a slice can't be whitened"."""
+    """Faults that a step may have, causes before consequences, as text for the log: "a slice cannot be whitened"."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
-    """Metrics beside the loss, by their names in metrics.jsonl."""
+    """Metrics besides the loss, by their names in metrics.jsonl."""
     remedy: str = ""
     """A setting that helps if checks fail, for error messages."""
 
     def loss(self, outputs: Any, step: int, images: ImageRange) -> LossOutput:
-        """Compute the loss of what `networks` returned. Runs outside autocast.
+        """Compute the loss of the output of `networks`. The step calls this outside of autocast.
 
-        step: counted from 0. images: the images of the step that `outputs` belongs to."""
+        outputs: output of `networks`. step: counted from 0. images: images of the step that `outputs` belongs to."""
         raise NotImplementedError
 
     def after_update(self, step: int) -> None:
-        """Change what follows the weights: a moving average, a queue. Called once a step; undone if the update is skipped."""
+        """Update state that follows the weights, such as a moving average or a queue.
+
+        The step calls this once, and undoes the changes if its update is skipped."""
 
     def health_warnings(self, values: Mapping[str, float]) -> list[str]:
-        """Return warnings about the metrics of a logged line."""
+        """Return warnings about the metrics of a logged line. values: metrics by name."""
         return []

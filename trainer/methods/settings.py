@@ -1,4 +1,4 @@
-"""What a method says about itself from its settings alone. Needs no torch, so that a run can be checked on a login node."""
+"""Base of the settings of a method. Needs no torch, so that `wmse launch` can check a run on a login node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MethodSettings:
     """Base of the config section of a method. The section's name in `Config` is the method's name."""
 
     def problems(self, config: Config) -> list[str]:
-        """Return what is wrong with the settings, each with its key, its value and a fix."""
+        """Return the problems of the settings, each with its key, its value and a fix."""
         return []
 
     def indivisible_images(self, config: Config) -> int:
@@ -34,7 +34,7 @@ class MethodSettings:
         return []
 
     def check_device(self, config: Config, device: torch.device) -> None:
-        """Raise InputError if the method can't do on this device what the settings ask for. Called before anything is read."""
+        """Raise InputError if the method does not support these settings on this device. Called before any file is read."""
 
     def method_class(self) -> Callable[..., Method]:
         """Import and return the class of the method, which may import torch."""

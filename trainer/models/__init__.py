@@ -1,1 +1,1 @@
-"""The networks: encoder, projector, BatchNorm."""
+"""Encoder, projector, BatchNorm, compilation, and the state that no optimizer changes."""

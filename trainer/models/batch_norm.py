@@ -1,9 +1,9 @@
-"""BatchNorm with statistics of each view separately, or of the rows of all ranks.
+"""BatchNorm with separate statistics for each view, or with the statistics of all ranks.
 
-torch's SyncBatchNorm does not run on CPUs, breaks compiled graphs, and can't separate views. This one consists of plain tensor
-operations, and one functional collective in each direction.
+torch's SyncBatchNorm does not run on CPUs, breaks compiled graphs, and cannot separate views. This module consists of plain
+tensor operations, and one functional collective in each direction.
 
-Shapes: x (d*N, C, ...) view-major; statistics (d, C), or (1, C) where all views are taken together.
+Shapes: x (d*N, C, ...) view-major; statistics (d, C), or (1, C) if all views are taken together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ViewBatchNorm(nn.Module):
-    """A BatchNorm that takes over the parameters, buffers and options of another one, with the same names in state_dict()."""
+    """BatchNorm that takes over parameters, buffers and options of another one, with the same names in state_dict()."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -26,63 +26,78 @@ class ViewBatchNorm(nn.Module):
     running_var: Tensor
 
     def __init__(self, norm: _BatchNorm, num_views: int, group_name: str | None, world_size: int) -> None:
-        """num_views: number of parts of the batch that have statistics of their own; 1: all rows together.
+        """num_views: number of parts of the batch with separate statistics; 1: all rows together.
 
-        group_name: process group over which statistics are taken, with the same number of rows on all ranks; None: this rank.
+        group_name: process group over which statistics are taken; all ranks hold the same number of rows. None: this rank.
         """
         super().__init__()
         self.register_parameter("weight", norm.weight)
         self.register_parameter("bias", norm.bias)
         self.register_buffer("running_mean", norm.running_mean)
         self.register_buffer("running_var", norm.running_var)
-        self.eps, self.momentum = norm.eps, norm.momentum or 0.0
+        self.eps = norm.eps
+        self.momentum = norm.momentum or 0.0
         self.num_views = num_views
         self.group_name = group_name
         self.world_size = world_size
         self.training = norm.training
-        self.after = nn.Sequential(*(getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)))
+        # timm's BatchNorm may include dropout and an activation.
+        extras = [getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)]
+        self.after = nn.Sequential(*extras)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (d*N, C, ...); in evaluation mode with the running statistics."""
         if not self.training:
             y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         elif self.group_name is None:
-            y = (
-                torch.cat([self._own_rows(part) for part in x.chunk(self.num_views)])
-                if self.num_views > 1
-                else self._own_rows(x)
-            )
+            y = self._this_rank(x)
         else:
             y = self._all_ranks(x, self.group_name)
         return self.after(y)
 
-    def _own_rows(self, x: Tensor) -> Tensor:
+    def _this_rank(self, x: Tensor) -> Tensor:
+        """Normalise x with the statistics of this rank, each view separately."""
+        if self.num_views == 1:
+            return self._one_view(x)
+        return torch.cat([self._one_view(view) for view in x.chunk(self.num_views)])
+
+    def _one_view(self, x: Tensor) -> Tensor:
         return F.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
         )
 
     def _all_ranks(self, x: Tensor, group_name: str) -> Tensor:
+        """Normalise x with the statistics of all ranks."""
+        # Join the mean and variance of this rank's rows with those of the other ranks.
         views = at_least_float32(x).unflatten(0, (self.num_views, -1))  # (d, N, C, ...)
-        over = [1, *range(3, views.dim())]
-        local_var, local_mean = torch.var_mean(views, over, correction=0)  # (d, C)
+        dims = [1, *range(3, views.dim())]
+        local_var, local_mean = torch.var_mean(views, dims, correction=0)  # (d, C)
         mean, var = _OverRanks.apply(local_mean, local_var, group_name, self.world_size)
+
+        # The running variance is the unbiased one.
         count = views[0, :, 0].numel() * self.world_size
-        self._track(mean.detach(), var.detach() * (count / (count - 1)))
+        unbiased_var = var.detach() * (count / (count - 1))
+        self._update_running(mean.detach(), unbiased_var)
+
+        # Apply mean, variance, weight and bias as one scale and one shift.
         scale = (var + self.eps).rsqrt()
         if self.weight is not None:
             scale = scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        # one scale and shift for each row: a residual block adds in place to the output, and if the output were a view,
-        # that would cost copies in backward
-        scale, shift = (self._by_row(each, views) for each in (scale, shift))
-        return torch.addcmul(shift, views.flatten(0, 1), scale).to(x.dtype)
+        # A residual block adds in place to the output. If the output were a view, that would cost copies in backward, so
+        # scale and shift are expanded to one for each row.
+        scale = self._by_row(scale, views)
+        shift = self._by_row(shift, views)
+        y = torch.addcmul(shift, views.flatten(0, 1), scale)
+        return y.to(x.dtype)
 
     def _by_row(self, values: Tensor, views: Tensor) -> Tensor:
-        """(d, C) -> (d*N, C, 1, ...); (1, C, 1, ...) where all views share them."""
+        """Expand (d, C) to (d*N, C, 1, ...), or (1, C) to (1, C, 1, ...)."""
         if self.num_views > 1:
             values = values.repeat_interleave(views.shape[1], 0)
         return values[(...,) + (None,) * (views.dim() - 3)]
 
-    def _track(self, mean: Tensor, var: Tensor) -> None:
+    def _update_running(self, mean: Tensor, var: Tensor) -> None:
         for view in range(self.num_views):
             self.running_mean.lerp_(mean[view], self.momentum)
             self.running_var.lerp_(var[view], self.momentum)
@@ -94,7 +109,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class _OverRanks(torch.autograd.Function):
-    """Turn the mean and variance (d, C) of each rank's rows into those of all rows. All ranks hold the same number of rows.
+    """Joins the means and variances (d, C) of all ranks, each of the same number of rows.
 
     Forward and backward send 2 d C numbers each, for any number of ranks. Forward sends float64, because the variance is the
     difference between the mean of squares and the square of the mean.
@@ -102,25 +117,34 @@ class _OverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, var: Tensor, group_name: Any, world_size: int) -> tuple[Tensor, Tensor]:
-        own = mean.double()
-        sums = torch.stack([own, var.double() + own.square()])
-        all_mean, mean_square = funcol.all_reduce(sums, "sum", group_name).div(world_size).unbind()
-        ctx.save_for_backward((own - all_mean).to(mean.dtype))
-        ctx.group_name, ctx.world_size = group_name, world_size
+        """Return mean and variance (d, C) over the rows of all ranks."""
+        # Average the mean and the mean square, whose difference gives the variance.
+        local_mean = mean.double()
+        local_mean_square = var.double() + local_mean.square()
+        moments = torch.stack([local_mean, local_mean_square])
+        sums = funcol.all_reduce(moments, "sum", group_name)
+        all_mean, mean_square = sums.div(world_size).unbind()
+        deviation = local_mean - all_mean
+        ctx.save_for_backward(deviation.to(mean.dtype))
+        ctx.group_name = group_name
+        ctx.world_size = world_size
         all_var = (mean_square - all_mean.square()).clamp_min(0)
         return all_mean.to(mean.dtype), all_var.to(var.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Sum gradients over ranks, since every rank's output depends on this rank's input."""
-        (own_less_all,) = ctx.saved_tensors
-        owed = funcol.all_reduce(torch.stack([grad_mean, grad_var]), "sum", ctx.group_name)
-        owed_mean, owed_var = owed.div(ctx.world_size).unbind()
-        return owed_mean + 2 * own_less_all * owed_var, owed_var, None, None
+        """Sum the gradients over ranks, because the output of every rank depends on the input of this rank."""
+        (deviation,) = ctx.saved_tensors
+        gradients = torch.stack([grad_mean, grad_var])
+        sums = funcol.all_reduce(gradients, "sum", ctx.group_name)
+        all_grad_mean, all_grad_var = sums.div(ctx.world_size).unbind()
+        # The variance over all ranks also depends on this rank's mean, by its deviation from the joint mean.
+        local_grad_mean = all_grad_mean + 2 * deviation * all_grad_var
+        return local_grad_mean, all_grad_var, None, None
 
 
 def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None, world_size: int) -> nn.Module:
-    """Replace every BatchNorm inside `module` by a ViewBatchNorm, unless the plain one does the same."""
+    """Replace every BatchNorm inside `module` by a ViewBatchNorm, unless a plain one computes the same."""
     if num_views == 1 and group_name is None:
         return module
     for name, child in module.named_children():
@@ -132,8 +156,9 @@ def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None
 
 
 def stop_counting_batches(model: nn.Module) -> None:
-    """Remove the number of batches from every BatchNorm. With a fixed momentum nothing reads it, and updating each costs a
-    GPU one launch in every step."""
+    """Remove the counter of batches from every BatchNorm.
+
+    With a fixed momentum nothing reads it, and each update of it costs a kernel launch in every step."""
     for norm in model.modules():
         if isinstance(norm, _BatchNorm) and norm.momentum is not None:
             norm.num_batches_tracked = None

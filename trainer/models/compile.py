@@ -22,16 +22,18 @@ _INDUCTOR_MODES = {  # (autotune, cuda_graphs)
 def compile_networks(
     networks: nn.Module, config: Config, device: torch.device, *, backend: str | Callable[..., Any] = "inductor"
 ) -> None:
-    """Compile in place, before DDP wraps it, so that names stay plain; the first step compiles.
+    """Compile `networks` in place, before DDP wraps them, so that the names of parameters stay plain.
 
-    A graph break is an error, since it would silently cost what compiling gains. Shapes are fixed: each size of the views is
-    compiled."""
+    The compilation itself happens in the first step, and again at each size of the views, because shapes are fixed. A graph
+    break is an error, because it would silently lose what compilation gains.
+    """
     import torch._functorch.config
     import torch._inductor.config
 
     on_gpu = device.type == "cuda"
     mode = _INDUCTOR_MODES[config.autotune and on_gpu, config.cuda_graphs and on_gpu]
-    # both are global to the process: torch has no option for one model
+    # Both settings are global to the process, because torch has no option for a single model.
     torch._functorch.config.activation_memory_budget = config.model.activation_memory_budget
-    torch._inductor.config.compile_threads = own_cores()  # its default is up to 32 processes for each rank
-    networks.compile(fullgraph=True, dynamic=False, backend=backend, mode=mode if backend == "inductor" else None)
+    torch._inductor.config.compile_threads = own_cores()  # the default is up to 32 processes for each rank
+    options = {"mode": mode} if backend == "inductor" else {}
+    networks.compile(fullgraph=True, dynamic=False, backend=backend, **options)

@@ -1,6 +1,6 @@
-"""The encoder: a timm backbone without its classifier, and the normalisation of pixels before it.
+"""Encoder: a timm backbone without its classifier, and the normalisation of pixels before it.
 
-Shapes: R views, S pixels a side, F features.
+Shapes: R views, S the size of a view in pixels, F features.
 """
 
 from __future__ import annotations
@@ -21,68 +21,78 @@ _log = logging.getLogger(__name__)
 
 
 class Normalize(nn.Module):
-    """uint8 0..255 to float: scaled to 0..1, less the mean, over the standard deviation. Part of the model, so that a
-    compiled graph fuses it with the first convolution's cast, and evaluation can't take another."""
+    """Normalisation of pixels: scales 0..255 to 0..1, subtracts the mean, and divides by the standard deviation.
+
+    It is part of the networks, so that a compiled graph fuses it with the cast of the first convolution, and so that
+    evaluation always uses the same one."""
 
     def __init__(self, views: ViewsConfig) -> None:
         super().__init__()
         self.factor: Tensor
         self.shift: Tensor
-        mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (views.mean, views.std))
+        mean = torch.tensor(views.mean).view(1, 3, 1, 1)
+        std = torch.tensor(views.std).view(1, 3, 1, 1)
         self.register_buffer("factor", 1 / (255 * std), persistent=False)
         self.register_buffer("shift", -mean / std, persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """(R, 3, S, S) uint8 -> the same as float32, memory format kept."""
+        """Normalise (R, 3, S, S) uint8 to float32 in the same memory format."""
         return pixels.float() * self.factor + self.shift
 
 
 def build_encoder(config: ModelConfig) -> Any:
-    """The timm backbone with pooling and without classifier, (R, 3, S, S) -> (R, F); F is its `num_features`.
+    """Build the timm backbone with pooling and without classifier, (R, 3, S, S) -> (R, F); F is its `num_features`.
 
-    Raises InputError for a name that timm does not know and for a stem that the backbone has no place for.
+    Raises InputError if timm does not know the name, or if the backbone does not support the stem.
     """
     if config.backbone not in timm.list_models():
         near = difflib.get_close_matches(config.backbone, timm.list_models(), 5)
         raise InputError(
-            f"model.backbone is {config.backbone!r}: timm has no such model; near: {', '.join(near) or 'none'}"
+            f"model.backbone is {config.backbone!r}, which timm does not have: choose a name of timm.list_models(); "
+            f"similar: {', '.join(near) or 'none'}"
         )
     options: dict[str, Any] = {}
-    if timm.models.model_entrypoint(config.backbone).__module__ == "timm.models.resnet":
+    entrypoint = timm.models.model_entrypoint(config.backbone)
+    if entrypoint.__module__ == "timm.models.resnet":
         options["zero_init_last"] = config.zero_init_last
     else:
-        _log.info("model.zero_init_last has no effect: %s is no timm ResNet", config.backbone)
+        _log.info("model.zero_init_last has no effect: %s is not a ResNet of timm", config.backbone)
     encoder: Any = timm.create_model(config.backbone, pretrained=False, num_classes=0, **options)
     if config.stem != "imagenet":
-        _small_stem(encoder, config)
+        _replace_stem(encoder, config)
     if config.activation_checkpointing:
         encoder.set_grad_checkpointing(True)
-    if (
-        isinstance(getattr(encoder, "global_pool", None), SelectAdaptivePool2d)
-        and encoder.global_pool.pool_type == "avg"
-    ):
+    pool = getattr(encoder, "global_pool", None)
+    if isinstance(pool, SelectAdaptivePool2d) and pool.pool_type == "avg":
         encoder.global_pool = MeanPool()
     return encoder.to(memory_format=torch.channels_last)
 
 
 class MeanPool(nn.Module):
-    """(R, F, H, W) -> (R, F), their mean. A mean over the last two dimensions has a gradient whose memory is not channels_last,
-    which turns the last stage's gradients around."""
+    """Mean over height and width, whose gradient is channels_last.
+
+    A plain mean over the last two dimensions has a gradient in another memory format, which then slows the last stage."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """(R, F, H, W) -> (R, F)."""
         return x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
 
 
-def _small_stem(encoder: Any, config: ModelConfig) -> None:
-    """Replace the stem by the recipes' one for small images: a 3x3 first convolution, with or without the max-pool.
+def _replace_stem(encoder: Any, config: ModelConfig) -> None:
+    """Replace the stem by one for small images: a 3x3 first convolution, with or without max-pooling.
 
-    Its initial weights are torch's default, as in the authors' code (standard deviation 0.111; timm's would have 0.059)."""
+    Its initial weights are torch's default, as in the authors' code (standard deviation 0.111; timm's would have 0.059).
+    The stem `half`, which the paper does not use, gets timm's initial weights."""
     conv1 = getattr(encoder, "conv1", None)
-    first = conv1[0] if isinstance(conv1, nn.Sequential) else conv1  # a deep stem has three convolutions
+    # A deep stem is a sequence of three convolutions.
+    first = conv1[0] if isinstance(conv1, nn.Sequential) else conv1
     if not isinstance(first, nn.Conv2d) or not hasattr(encoder, "maxpool"):
-        raise InputError(f"model.stem is {config.stem!r}, but {config.backbone} has no ResNet stem: set it to imagenet")
-    small = nn.Conv2d(3, first.out_channels, 3, 2 if config.stem == "half" else 1, padding=1, bias=False)
-    if config.stem == "half":  # a stem that is not the paper's keeps timm's initial weights
+        raise InputError(
+            f"model.stem is {config.stem!r}, but {config.backbone} has no ResNet stem: set model.stem to imagenet"
+        )
+    stride = 2 if config.stem == "half" else 1
+    small = nn.Conv2d(3, first.out_channels, 3, stride, padding=1, bias=False)
+    if config.stem == "half":
         nn.init.kaiming_normal_(small.weight, mode="fan_out", nonlinearity="relu")
     if isinstance(conv1, nn.Sequential):
         conv1[0] = small

@@ -1,6 +1,6 @@
-"""Put encoder and projector together, with the seed's initial weights.
+"""Networks of the methods: encoder and projector, with the initial weights of the seed.
 
-Shapes: R = d*N views of this rank (view-major), S pixels a side, F features, k embedding size.
+Shapes: R = d*N views of this rank (view-major), S the size of a view in pixels, F features, k embedding size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from trainer.models.projector import Projector
 
 
 class EncoderNetwork(nn.Module):
-    """Pixels to features: the part of every method's networks that is evaluated and used afterwards."""
+    """Network from pixels to features: the part of every method's networks that is evaluated and used after training."""
 
     def __init__(self, config: Config, batch_norm_group: str | None = None, world_size: int = 1) -> None:
-        """batch_norm_group: process group over which BatchNorm takes its statistics, for model.batch_norm_ranks: all."""
+        """batch_norm_group: process group over which BatchNorm takes its statistics; None: each rank alone."""
         super().__init__()
         self.normalize = Normalize(config.views)
         encoder = build_encoder(config.model)
@@ -31,12 +31,12 @@ class EncoderNetwork(nn.Module):
         stop_counting_batches(self)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """pixels (R, 3, S, S) uint8, channels_last -> features (R, F)."""
+        """Encode pixels (R, 3, S, S) uint8, channels_last, as features (R, F)."""
         return self.encoder(self.normalize(pixels))
 
 
 class EncoderProjector(EncoderNetwork):
-    """Pixels to embeddings."""
+    """Network from pixels to embeddings: encoder and projector."""
 
     def __init__(self, config: Config, batch_norm_group: str | None = None, world_size: int = 1) -> None:
         super().__init__(config, batch_norm_group, world_size)
@@ -46,25 +46,26 @@ class EncoderProjector(EncoderNetwork):
         stop_counting_batches(self)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """pixels (R, 3, S, S) uint8, channels_last -> embeddings (R, k), float32."""
-        return self.projector(self.encoder(self.normalize(pixels)))
+        """Encode pixels (R, 3, S, S) uint8, channels_last, as embeddings (R, k) float32."""
+        features = super().forward(pixels)
+        return self.projector(features)
 
 
 def batch_norm_parts(config: Config, statistics: str) -> int:
-    """Return the number of parts of a batch that have BatchNorm statistics of their own, for "per_view" or "joint"."""
-    return {"per_view": config.views.num_views, "joint": 1}[statistics]
+    """Return the number of parts of a batch that have separate BatchNorm statistics. statistics: "per_view" or "joint"."""
+    return config.views.num_views if statistics == "per_view" else 1
 
 
 def build_encoder_network(config: Config) -> EncoderNetwork:
-    """Build the encoder with the seed's initial weights, which are those of every method, on the CPU."""
+    """Build the encoder on the CPU with the initial weights of the seed, the same as in every method."""
     torch.manual_seed(config.seed)
     return EncoderNetwork(config)
 
 
 def build_encoder_projector(config: Config, ranks: Ranks, batch_norm_group: str | None = None) -> EncoderProjector:
-    """Build encoder and projector with the seed's initial weights, the same on every rank, on the CPU.
+    """Build encoder and projector on the CPU with the initial weights of the seed, the same on every rank.
 
-    batch_norm_group: name of a process group; None: BatchNorm takes its statistics from this rank alone."""
+    batch_norm_group: name of the process group for model.batch_norm_ranks all; None: each rank alone."""
     torch.manual_seed(config.seed)
     group = batch_norm_group if config.model.batch_norm_ranks == "all" else None
     return EncoderProjector(config, group, ranks.world_size)

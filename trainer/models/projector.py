@@ -1,4 +1,4 @@
-"""The projector: a small network between the encoder's features and the loss.
+"""Projector: a small network between the features of the encoder and the loss.
 
 Shapes: R views, F features, k embedding size.
 """
@@ -15,14 +15,15 @@ from trainer.models.batch_norm import at_least_float32
 
 
 class Projector(nn.Module):
-    """Linear layers with BatchNorm and ReLU between; config.projector says which have what.
+    """Linear layers with BatchNorm and ReLU in between, as model.projector describes.
 
-    The last Linear works in float32 under autocast too: whitening divides by the square roots of the covariance's
-    eigenvalues, which span a factor of 100, and would blow the rounding of bf16 up by as much. It costs next to nothing.
+    The last Linear computes in float32 even under autocast. Whitening divides by the square roots of the eigenvalues of the
+    covariance, which span a factor of 100, and would enlarge the rounding errors of bf16 by as much. The cost is negligible.
     """
 
     def __init__(self, config: ModelConfig, num_features: int) -> None:
         super().__init__()
+        # SimCLR's projector has no biases, and its last BatchNorm has no shift.
         simclr = config.projector == "simclr"
         sizes = [num_features, *config.projector_hidden]
         hidden: list[nn.Module] = []
@@ -35,7 +36,7 @@ class Projector(nn.Module):
             self.norm.register_parameter("bias", None)
 
     def forward(self, features: Tensor) -> Tensor:
-        """(R, F) -> (R, k) float32."""
+        """Project features (R, F) to embeddings (R, k) float32."""
         x = self.hidden(features)
         with torch.autocast(x.device.type, enabled=False):
             return self.norm(self.last(at_least_float32(x)))

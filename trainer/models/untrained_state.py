@@ -1,4 +1,4 @@
-"""The state of the networks that no optimizer changes: a step whose update is skipped restores it."""
+"""State of the networks that no optimizer changes. A step restores it if its update is skipped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class UntrainedState:
-    """All buffers and all parameters without gradient: BatchNorm's statistics, a target network, a queue.
+    """All buffers and all parameters without gradient: statistics of BatchNorm, a target network, a queue.
 
-    What is remembered is one flat tensor for each data type, so that restoring takes a few operations on the device, however
-    many tensors there are, and the host does not need to know whether the update was skipped."""
+    The remembered state is one flat tensor for each data type. Restoring it takes a few operations on the device for any
+    number of tensors, and the host does not need to know whether the update was skipped."""
 
     def __init__(self, networks: nn.Module) -> None:
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -24,38 +24,41 @@ class UntrainedState:
         self.remember()
 
     def remember(self) -> None:
-        """Remember the state. Call before forward."""
+        """Remember the state. The step calls this before forward."""
         self._before = [torch.cat(group) for group in self._groups]
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo what the block changes: with activation checkpointing, backward runs the forward again, which would update the
-        statistics a second time."""
+        """Undo changes that the block makes to the state.
+
+        With activation checkpointing, backward runs the forward again, which would update the statistics a second time."""
         after_forward = [torch.cat(group) for group in self._groups]
         yield
         for group, kept in zip(self._groups, after_forward, strict=True):
             _copy(kept, group)
 
     def restore_if(self, skipped: Tensor) -> None:
-        """Restore what was remembered where `skipped` (0-d bool, on the device)."""
+        """Restore the remembered state if `skipped` (0-d bool, on the device)."""
         for group, before in zip(self._groups, self._before, strict=True):
-            _copy(torch.where(skipped, before, torch.cat(group)), group)
+            now = torch.cat(group)
+            _copy(torch.where(skipped, before, now), group)
 
 
 def _untrained(networks: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers that a checkpoint holds, and the parameters without gradient."""
     for module in networks.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # which are constants
+            if name not in module._non_persistent_buffers_set:  # buffers outside checkpoints are constants
                 yield buffer
     yield from (parameter.data for parameter in networks.parameters() if not parameter.requires_grad)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a view of the elements of a tensor without gaps, such as a channels_last one, as they lie in memory, 1-d."""
+    """Return a 1-d view of a tensor in the order of memory, which suits channels_last. The tensor has no gaps."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _copy(flat: Tensor, group: list[Tensor]) -> None:
-    """Copy a flat tensor to the tensors of a group, one after the other."""
-    torch._foreach_copy_(group, flat.split([len(tensor) for tensor in group]))
+    """Copy consecutive parts of a flat tensor to the tensors of a group."""
+    sizes = [len(tensor) for tensor in group]
+    torch._foreach_copy_(group, flat.split(sizes))

@@ -1,1 +1,1 @@
-"""Commands beside training: dry run, preview, demo."""
+"""Commands around training: dry run, preview, demo."""

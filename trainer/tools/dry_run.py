@@ -1,4 +1,4 @@
-"""Describe at the start, or in a dry run, what a run is going to do: steps, rate, slices, memory."""
+"""Describe a run before it starts, or in a dry run: steps, learning rate, slices, memory."""
 
 from __future__ import annotations
 
@@ -34,86 +34,99 @@ def describe_run(run: Run) -> None:
     _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, run.device)
     precision = PRECISION_NAMES[autocast_dtype(run.config, run.device)]
     scaled = " with a scaled loss" if run.step.grad_scaler else ""
-    _log.info("encoder and projector in %s%s, whitening and loss in float32", precision, scaled)
-    threads = run.config.data.threads or own_cores()
-    for line in [
+    _log.info("encoder and projector compute in %s%s, the loss in float32", precision, scaled)
+
+    warnings = [
         *setting_warnings(run.config, run.ranks.world_size, run.device),
         *plan_warnings(run.config, len(run.index)),
         *launch_warnings(run.ranks),
-        *(core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda") if run.ranks.is_first else []),
-        *(evaluation_warnings(run.config, run.index) if run.ranks.is_first else []),
-    ]:
-        _log.warning(line)
+    ]
+    if run.ranks.is_first:
+        threads = run.config.data.threads or own_cores()
+        warnings += core_warnings(run.ranks, threads, on_gpu=run.device.type == "cuda")
+        warnings += evaluation_warnings(run.config, run.index)
+    for line in warnings:
+        _log.warning("%s", line)
     for line in plan_lines(run.config, len(run.index), run.ranks.world_size):
-        _log.info(line)
+        _log.info("%s", line)
 
 
 def setting_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
-    """Describe the settings that have no effect in this run, or make it slow."""
+    """Describe the settings that have no effect in this run, or that make it slow."""
     lines = []
     on_gpu = device.type == "cuda"
-    if on_gpu and world_size > 1 and config.model.batch_norm_ranks == "all" and not compiles(config, device):
+    compiled = compiles(config, device)
+    over_ranks = world_size > 1 and config.model.batch_norm_ranks == "all"
+    if on_gpu and over_ranks and not compiled:
         lines.append(
-            "compile false with model.batch_norm_ranks all: BatchNorm then runs as separate operations, which keep about half "
-            "as much memory again and take more time; set compile to auto"
+            "compile is false with model.batch_norm_ranks all: BatchNorm then runs as separate operations, which keep about "
+            "half as much memory again and take more time; set compile to auto"
         )
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
-    lines += [
-        f"{name} has no effect on a {device.type.upper()}"
-        for name in ("cuda_graphs", "autotune")
-        if getattr(config, name) and device.type != "cuda"
-    ]
+    if not on_gpu:
+        ignored = [name for name in ("cuda_graphs", "autotune") if getattr(config, name)]
+        lines += [f"{name} has no effect on a {device.type.upper()}" for name in ignored]
     budget = config.model.activation_memory_budget
-    if budget < 1 and not compiles(config, device):
+    if budget < 1 and not compiled:
         lines.append(f"model.activation_memory_budget {budget:g} has no effect: the model is not compiled")
     after_drop = config.checkpoint.keep_every_epochs_after_drop
     if after_drop and config.optimizer.schedule != "drops":
         lines.append(
             f"checkpoint.keep_every_epochs_after_drop {after_drop} has no effect: optimizer.schedule is "
-            f"{config.optimizer.schedule}, whose rate never drops"
+            f"{config.optimizer.schedule}, in which the learning rate never drops"
         )
     hint = config.data.decoder_hint
-    if any(hint) and (device.type != "cuda" or not all(hint)):
+    is_usable = on_gpu and all(hint)
+    if any(hint) and not is_usable:
         lines.append(
-            f"data.decoder_hint {list(hint)} has no effect: it is for a GPU's decoder, and takes both a width and a height"
+            f"data.decoder_hint {list(hint)} has no effect: only the decoder of a GPU uses it, and needs both width and height"
         )
     return lines
 
 
 def evaluation_warnings(config: Config, index: Index) -> list[str]:
-    """Describe why the linear probe and k-NN will refuse the set, as far as labels and the names of folders show.
+    """Describe why the linear probe and k-NN will refuse the data set, as far as labels and names of folders show.
 
-    index: the training split. The other splits are not indexed for this, since that may take minutes."""
+    Only the training split is indexed for this, because indexing another split may take minutes.
+
+    index: index of the training split."""
     data = config.data
-    problems = [
-        _split_problem(Path(data.root).expanduser(), name, index) for name in {data.probe_split, data.test_split} - {""}
-    ]
+    root = Path(data.root).expanduser()
+    problems = set()
+    for name in (data.probe_split, data.test_split):
+        if name:
+            problems.add(_split_problem(root, name, index))
+    # The probe then learns from the training split, whose labels are known.
     if not data.probe_split:
-        labels = np.unique(index.labels[index.labels >= 0])
-        few = "images of one class only" if len(labels) else "no labels"
-        problems.append("" if len(labels) > 1 else f"the split {data.train_split!r} has {few}")
+        classes = np.unique(index.labels[index.labels >= 0])
+        if len(classes) < 2:
+            few = "images of one class only" if len(classes) else "no labels"
+            problems.add(f"the split {data.train_split!r} has {few}")
     return [
-        f"the run can train on this set, but can't be evaluated on it: {problem} in {data.root}. The linear probe and k-NN "
-        "need two labelled splits, data.probe_split and data.test_split"
-        for problem in sorted(filter(None, problems))
+        f"the run can train on this data set, but cannot be evaluated on it: {problem} in {data.root}. The linear probe and "
+        "k-NN need two labelled splits, data.probe_split and data.test_split"
+        for problem in sorted(problems - {""})
     ]
 
 
 def _split_problem(root: Path, name: str, index: Index) -> str:
+    """Say why the split `name` cannot be used in an evaluation; empty if its folders show no reason."""
+    # The classes of shards are inside the files, so they are not compared here.
     if list_shards(root, name):
         return ""
     if not (root / name).is_dir():
-        return f"there is no split {name!r}"
+        return f"the split {name!r} does not exist"
     if set(list_class_folders(root / name)).isdisjoint(index.class_names):
-        return f"the split {name!r} has no folder that is named like a class of the split {index.split!r}"
+        return f"the split {name!r} has no folder with the name of a class of the split {index.split!r}"
     return ""
 
 
 def dry_run(config: Config, world_size: int) -> Iterator[str]:
-    """Describe the plan of a run and its memory, line by line, without starting it: for a GPU, unless config.device is cpu.
+    """Describe the plan of a run and its memory, line by line, without starting it.
 
-    Without data.root, data.expected_images counts. Raises InputError for what the run would refuse."""
+    The description is for a GPU, unless config.device is cpu. Without data.root, the number of images is
+    data.expected_images. Raises InputError for settings that the run would refuse."""
     device = torch.device("cpu" if config.device == "cpu" else "cuda")
     check_device(config, device)
     num_images = _count_images(config)
@@ -129,6 +142,8 @@ def _count_images(config: Config) -> int:
     elif config.data.expected_images:
         num_images = config.data.expected_images
     else:
-        raise InputError("data.root is not set, and data.expected_images is 0: give one of them")
+        raise InputError(
+            "data.root is empty and data.expected_images is 0: set one of them, so that steps can be counted"
+        )
     check_set_size(config, num_images)
     return num_images

@@ -17,65 +17,82 @@ from trainer.schedule import build_schedule, peak_learning_rate, size_steps
 
 
 def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
-    """Describe the plan of a run, one line a topic. Raises InputError if settings, set and number of ranks don't fit."""
+    """Describe the plan of a run, with a line for each topic.
+
+    Raises InputError if the settings do not fit the data set or the number of ranks."""
     images = config.data.images_per_step
-    per_rank = images_of_rank(Ranks(0, world_size), images, indivisible_images(config)).count
+    unit = indivisible_images(config)
+    per_rank = images_of_rank(Ranks(0, world_size), images, unit).count
     steps_per_epoch = num_images // images
+    rest = num_images - steps_per_epoch * images
+    root = config.data.root or "(no data.root)"
     return [
-        f"images: {num_images} in {config.data.root or '(no data.root)'}; {steps_per_epoch} steps an epoch, "
-        f"{num_images - steps_per_epoch * images} left out of each in turn",
+        f"images: {num_images} in {root}; {steps_per_epoch} steps per epoch, which leave {rest} other images unused each time",
         *_schedule_lines(config, steps_per_epoch),
         _step_line(config, per_rank, world_size),
         *_size_lines(config, steps_per_epoch),
         *_method_lines(config, per_rank, world_size),
-        f"BatchNorm: encoder {config.model.encoder_batch_norm}, projector {config.model.projector_batch_norm}, "
-        f"statistics of {batch_norm_images(config, world_size)} images at a time, "
-        f"{'over all ranks' if config.model.batch_norm_ranks == 'all' else 'each rank alone'}",
+        _batch_norm_line(config, world_size),
     ]
 
 
 def _schedule_lines(config: Config, steps_per_epoch: int) -> list[str]:
     schedule = build_schedule(config, steps_per_epoch)
     optimizer = config.optimizer
-    scaled = optimizer.learning_rate_rule == "sqrt"
-    rule = f" = {optimizer.learning_rate:g} x sqrt({config.data.images_per_step})" if scaled else ""
+
+    # The course of the learning rate after the warm-up.
     if schedule.drop_steps is None:
-        after = "half cosine to 0"
+        course = "half a cosine to 0"
     elif schedule.drop_steps:
-        after = f"x{schedule.drop_factor:g} at steps {', '.join(map(str, schedule.drop_steps))}"
+        steps = ", ".join(map(str, schedule.drop_steps))
+        course = f"multiplied by {schedule.drop_factor:g} at steps {steps}"
     else:
-        after = "constant"
+        course = "constant"
+
+    peak = f"{peak_learning_rate(config):g}"
+    if optimizer.learning_rate_rule == "sqrt":
+        peak += f" = {optimizer.learning_rate:g} x sqrt({config.data.images_per_step})"
     return [
         f"steps: {schedule.total_steps} = {optimizer.epochs} epochs x {steps_per_epoch}; warm-up {schedule.warmup_steps} "
-        f"steps, then {after}",
-        f"learning rate: peak {peak_learning_rate(config):g}{rule}, {optimizer.name}, weight decay {optimizer.weight_decay:g}",
+        f"steps, then {course}",
+        f"learning rate: peak {peak}, {optimizer.name}, weight decay {optimizer.weight_decay:g}",
     ]
 
 
 def _step_line(config: Config, per_rank: int, world_size: int) -> str:
     views = config.views.num_views
     count = micro_batches(config, per_rank)
-    parts = f", {count} micro-batches of {per_rank // count} images one after the other" if count > 1 else ""
+    parts = f", in {count} micro-batches of {per_rank // count} images" if count > 1 else ""
     return (
         f"step: {config.data.images_per_step} images (global batch size) x {views} views on {world_size} rank(s), "
-        f"{per_rank} images = {per_rank * views} views a rank{parts}"
+        f"{per_rank} images = {per_rank * views} views per rank{parts}"
     )
 
 
 def _size_lines(config: Config, steps_per_epoch: int) -> list[str]:
+    # Each smaller size is used until the next one begins.
     sizes = size_steps(config, steps_per_epoch)
     smaller = [f"{size} px until step {end}" for (_, size), (end, _) in pairwise(sizes)]
     return [f"views: {', '.join(smaller)}, then {config.views.size} px"] if smaller else []
 
 
+def _batch_norm_line(config: Config, world_size: int) -> str:
+    model = config.model
+    ranks = "over all ranks" if model.batch_norm_ranks == "all" else "of each rank alone"
+    return (
+        f"BatchNorm: encoder {model.encoder_batch_norm}, projector {model.projector_batch_norm}, "
+        f"statistics of {batch_norm_images(config, world_size)} images at a time, {ranks}"
+    )
+
+
 def _method_lines(config: Config, per_rank: int, world_size: int) -> list[str]:
     group = loss_group_size(per_rank, world_size, indivisible_images(config))
-    together = f"; the loss is computed by groups of {group} neighbouring ranks" if group > 1 else ""
+    together = f"; groups of {group} neighbouring ranks compute the loss together" if group > 1 else ""
     return [f"{config.method}: {line}{together}" for line in config.method_settings.plan_lines(config)]
 
 
 def plan_warnings(config: Config, num_images: int) -> list[str]:
-    """Describe what is allowed but probably unintended."""
+    """Describe settings that are allowed but probably unintended."""
     schedule = build_schedule(config, num_images // config.data.images_per_step)
     if schedule.warmup_steps < schedule.total_steps:
         return []

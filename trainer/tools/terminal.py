@@ -1,4 +1,4 @@
-"""A stderr whose loss ends no command: a run outlives the terminal that it was started in."""
+"""Keep a command running when its stderr fails, so that a run outlives the terminal that it was started in."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _log = logging.getLogger(__name__)
 
 
 class _LastingStderr:
-    """Passes everything on to the real stderr until that fails, for example because its terminal was closed.
+    """A stderr that writes to the real one until that fails, for example because its terminal was closed.
 
-    After that it drops what is written; a log line, which log.txt keeps, says so."""
+    After a failure it drops all text, and logs this once; log.txt keeps the log."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -39,16 +39,17 @@ class _LastingStderr:
         try:
             return work()
         except OSError as error:
-            self._is_gone = True  # set first: the log line below comes back to this method
-            _log.warning("can't write to the terminal (%s): from now on messages go to log.txt only", error.strerror)
+            self._is_gone = True  # before the log line, which calls this method again
+            _log.warning("cannot write to the terminal (%s): from now on messages go to log.txt only", error.strerror)
             return 0
 
 
 @contextmanager
 def lasting_stderr() -> Iterator[None]:
-    """Let no write to stderr raise an OSError while the block runs."""
+    """Prevent OSError from writes to stderr while the block runs."""
     before = sys.stderr
-    nowhere = open(os.devnull, "w") if before is None else None  # noqa: SIM115 (closed below); `2>&-` leaves no stderr
+    # A command that was started with `2>&-` has no stderr.
+    nowhere = open(os.devnull, "w") if before is None else None  # noqa: SIM115 (closed below)
     sys.stderr = _LastingStderr(nowhere or before)
     try:
         yield

@@ -1,4 +1,4 @@
-"""SimCLR (Chen et al., ICML 2020): an embedding must be nearer to the other view of its image than to all other images.
+"""SimCLR method (Chen et al., ICML 2020): an embedding is pulled to the other views of its image, away from other images.
 
 Shapes: R = d*N views of this rank (view-major), k embedding size.
 """
@@ -19,7 +19,7 @@ from trainer.models.networks import build_encoder_projector
 
 
 class SimCLR(Method):
-    """Encoder and projector. Each rank compares its own embeddings with those of all ranks."""
+    """SimCLR with encoder and projector. Each rank compares its embeddings with those of all ranks."""
 
     def __init__(
         self, config: Config, ranks: Ranks, device: torch.device, loss_group: Any, batch_norm_group: str | None
@@ -31,16 +31,19 @@ class SimCLR(Method):
         self._loss_group = loss_group
 
     def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
-        """outputs: embeddings (R, k)."""
+        """Compute the contrastive loss. outputs: embeddings (R, k)."""
         candidates = outputs
+        first_image = 0
         if self._loss_group is not None:
             candidates = gather_candidates(outputs, self._num_views, self._loss_group)
+            first_image = images.first
         loss = contrastive_loss(
             outputs,
             candidates,
             num_views=self._num_views,
             temperature=self._settings.temperature,
             normalize=self._settings.normalize,
-            first_image=0 if self._loss_group is None else images.first,
+            first_image=first_image,
         )
-        return LossOutput(loss, torch.ones(0, dtype=torch.bool, device=loss.device), {}, outputs)
+        no_checks = torch.ones(0, dtype=torch.bool, device=loss.device)
+        return LossOutput(loss, no_checks, {}, outputs)

@@ -1,4 +1,4 @@
-"""The settings of SimCLR."""
+"""Settings of SimCLR."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ class SimCLRSettings(MethodSettings):
     """SimCLR's contrastive loss (Chen et al., ICML 2020), as the W-MSE paper compares with it (equation InfoNCE)."""
 
     temperature: float = setting(0.5, between=(1e-3, None))
-    """Divides the similarities of embeddings; the paper takes 0.5, and 1 without `normalize`."""
+    """Temperature by which similarities are divided. The W-MSE paper uses 0.5, and 1 without normalize."""
     normalize: bool = True
-    """True: cosine similarity. False: dot products of the embeddings as they are."""
+    """True: compare embeddings by their cosine. False: compare them by their dot product."""
 
     def indivisible_images(self, config: Config) -> int:
-        """All images of a step: each embedding is compared with all others."""
+        """Return the global batch size, because each embedding is compared with all others."""
         return config.data.images_per_step
 
     def plan_lines(self, config: Config) -> list[str]:
         """Describe the number of negatives."""
-        images, views = config.data.images_per_step, config.views.num_views
-        pairs = f", the mean over {views * (views - 1) // 2} pairs of views" if views > 2 else ""
+        images = config.data.images_per_step
+        views = config.views.num_views
+        num_pairs = views * (views - 1) // 2
+        pairs = f", averaged over {num_pairs} pairs of views" if views > 2 else ""
         return [f"contrastive loss: 1 positive and {2 * images - 2} negatives for each embedding{pairs}"]
 
     def method_class(self) -> Callable[..., Method]:

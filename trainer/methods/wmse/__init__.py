@@ -1,1 +1,1 @@
-"""W-MSE: whitening, then the distance between the views of one image."""
+"""W-MSE: whitens the embeddings, then measures the distance between the views of an image."""

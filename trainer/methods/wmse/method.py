@@ -1,4 +1,4 @@
-"""W-MSE (Ermolov et al., ICML 2021, section 3): whiten the embeddings slice by slice, then pull views together.
+"""W-MSE method (Ermolov et al., ICML 2021, section 3): embeddings are whitened slice by slice, then views are compared.
 
 Shapes: R = d*N views of this rank or micro-batch (view-major), k embedding size, I slicing iterations.
 """
@@ -25,7 +25,7 @@ _LOW_PIVOT = 1e-4  # slices fail near 2e-6; the demo's first steps have 0.1
 
 
 class WMSE(Method):
-    """Encoder and projector; the loss of each loss group is that of its own slices."""
+    """W-MSE with encoder and projector. Each loss group computes the loss of the slices of its images."""
 
     metrics = MappingProxyType({"min_pivot": Metric("health", "min pivot {:.1e}", over="min")})
     remedy = "wmse.eps 1e-4"
@@ -35,7 +35,7 @@ class WMSE(Method):
     ) -> None:
         """See `MethodSettings.build`."""
         self.networks = build_encoder_projector(config, ranks, batch_norm_group).to(device)
-        self.checks = tuple(f"a slice of view {view} can't be whitened" for view in range(config.views.num_views))
+        self.checks = tuple(f"a slice of view {view} cannot be whitened" for view in range(config.views.num_views))
         self._config = config
         self._device = device
         self._loss_group = loss_group
@@ -43,9 +43,10 @@ class WMSE(Method):
         self._pivot_to_warn = _LOW_PIVOT
 
     def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
-        """outputs: embeddings (R, k)."""
+        """Compute the W-MSE loss. outputs: embeddings (R, k)."""
         settings = self._config.wmse
         num_views = self._config.views.num_views
+        # Every rank of a loss group computes the loss of all its images.
         rows = outputs
         if self._loss_group is not None:
             rows = gather_rows(outputs, num_views, self._loss_group)
@@ -78,18 +79,22 @@ class WMSE(Method):
             settings.iterations,
             settings.permutation_block,
         )
-        own = torch.from_numpy(orders[:, images.first : images.first + images.count] - images.first)
+        # Blocks are never split over loss groups, so these columns permute the given images among themselves.
+        columns = orders[:, images.first : images.first + images.count]
+        permutations = torch.from_numpy(columns - images.first)
         if self._device.type == "cuda":
-            own = own.pin_memory()  # a copy from pageable memory would wait for the device
-        return own.to(self._device, non_blocking=True)
+            permutations = permutations.pin_memory()  # a copy from pageable memory would wait for the device
+        return permutations.to(self._device, non_blocking=True)
 
     def health_warnings(self, values: Mapping[str, float]) -> list[str]:
-        """Warn when the smallest pivot falls, again at each tenth. A pivot of 0 belongs to a failed slice, a skipped update."""
+        """Warn if the smallest pivot is low, and again each time it falls to a tenth of that.
+
+        A pivot of 0 belongs to a slice that failed, whose step counts as a skipped update."""
         min_pivot = values["min_pivot"]
         if not 0 < min_pivot < self._pivot_to_warn:
             return []
         self._pivot_to_warn = min_pivot / 10
         return [
             f"the smallest pivot of the whitening is {min_pivot:.1e} of the mean variance (slices fail near 2e-6): the "
-            "embeddings are about to collapse; a smaller optimizer.learning_rate or wmse.eps 1e-4 helps"
+            "embeddings are about to collapse; lower optimizer.learning_rate, or set wmse.eps to 1e-4"
         ]
