@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -33,6 +35,8 @@ def _main(words: Words | None) -> int:
     if words[0] == "--version":
         print(f"wmse {trainer.__version__}")
         return DONE
+    # At exit, Python would search all objects of torch for garbage. That takes a second or two and frees nothing in time.
+    atexit.register(gc.freeze)
     # OpenMP threads that spin while they wait take cores away from the threads of DALI. Set this before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The decoder of DALI uses dozens of streams. With the default of 8 hardware queues, unrelated work would wait for it.
