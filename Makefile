@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slurm soak lint clean
+.PHONY: setup demo test test-fast test-slurm soak lint clean
 
 setup: .venv/installed
 
@@ -16,6 +16,10 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# while editing: what takes less than two seconds each
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/numerics tests/unit tests/data
 
 # on a real SLURM cluster, which it installs (Debian packages) and starts on this machine; as root
 test-slurm: setup

@@ -451,6 +451,7 @@ def test_reading_from_many_threads(tmp_path: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["folder", "shards"])
 def test_the_size_of_imagenet(tmp_path: Path, form: str) -> None:
     """1,281,167 images named as ImageNet's: at most 64 MB, open in well under a second."""

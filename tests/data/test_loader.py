@@ -482,6 +482,7 @@ def test_a_set_without_one_good_image_is_refused(tmp_path):
         keep(loader(index))
 
 
+@pytest.mark.slow
 def test_the_process_survives_the_nastiest_bytes(tmp_path):
     """Each alone ends a process whose decoder gets it; a process of its own runs, so that a crash is a failure here."""
     spoil = {2: b"\xff\xd8\xff\xd9", 4: b"GIF89a", 6: GOOD[:100], 9: damaged_png(), 11: b"", 13: b"<html>"}

@@ -84,6 +84,7 @@ def test_steps_are_those_tensor_by_tensor(
         torch.testing.assert_close(actual.cpu().double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
 def test_a_failed_step_changes_no_bit_and_the_next_one_counts(value: float) -> None:
     model, unbroken = Tensors(SHAPES), Tensors(SHAPES)
@@ -117,6 +118,7 @@ def test_other_weights_and_a_loaded_state_are_found() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_more_chunks_than_are_added_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lars_triton, "CHUNK", 64)
     monkeypatch.setattr(lars_triton, "BLOCK", 32)
@@ -144,6 +146,7 @@ def test_gradients_that_16_bytes_do_not_divide() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="triton's own assembler is there on Linux only")
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_kernels_compile_without_spilling_and_load_four_elements_at_once(capability: str) -> None:

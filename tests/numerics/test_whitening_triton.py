@@ -45,6 +45,7 @@ def triton_whiten(x: Tensor, eps: float = 0.0) -> Tensor:
     return whiten(x, eps=eps, backend="triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "num_rows", "size"), SIZES)
 @pytest.mark.parametrize("eps", [0.0, 0.05])
 def test_value_and_gradient_of_all_sizes(batch, num_rows, size, eps):
@@ -52,12 +53,14 @@ def test_value_and_gradient_of_all_sizes(batch, num_rows, size, eps):
     assert_as_good_as_plain_float32(triton_whiten, x, eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "num_rows", "size"), CONDITIONED)
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
 def test_value_and_gradient_of_ill_conditioned_rows(batch, num_rows, size, condition):
     assert_as_good_as_plain_float32(triton_whiten, rows_of_condition(batch, num_rows, size, condition).to(DEVICE))
 
 
+@pytest.mark.slow
 @settings(max_examples=100 if ON_GPU else 8, deadline=None)
 @given(
     batch=st.integers(1, 2),
@@ -110,6 +113,7 @@ def test_rows_and_gradients_of_any_stride():
     assert torch.equal(expanded[1], value_and_gradient(triton_whiten, x, same.contiguous())[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "eps"), FAULTS if ON_GPU else [*FAULTS[0:8:3], *FAULTS[8:]])
 @pytest.mark.parametrize("bad", [0, 1] if ON_GPU else [0])
 def test_a_bad_slice_harms_no_other(fault, eps, bad):
@@ -221,6 +225,7 @@ def test_a_machine_that_cannot_run_them_is_named(monkeypatch):
         whiten(torch.zeros(1, 9, 4), backend="triton")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="triton's own assembler is there on Linux only")
 def test_all_kernels_compile_for_a_gpu_without_spilling():
     """By triton's own assembler, for sm_90: what the interpreter accepts, the compiler may refuse."""

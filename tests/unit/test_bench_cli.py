@@ -40,6 +40,7 @@ def everything(folder: Path) -> tuple[int, dict[str, Any], str]:
     return run(["all", "--config", str(config), "--data.root", str(folder / "nowhere"), "--seconds", "0.8", *files])
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_says_why_and_the_others_are_measured(everything: Any, folder: Path) -> None:
     code, result, shown = everything
     assert code == 1
@@ -79,6 +80,7 @@ def test_a_checkpoint_is_measured_in_the_folder_that_is_named(everything: Any, f
     assert result["percent_of_loop"]["standing_still"] == pytest.approx(result["stall_ms"]["median"] / 3000)
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_loop_add_up(tiny_config: Path, tiny_set: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     argv = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--seconds", "0.5", "--profile", str(trace)]
@@ -96,6 +98,7 @@ def test_the_parts_of_the_loop_add_up(tiny_config: Path, tiny_set: Path, tmp_pat
     assert set(PHASES) <= names
 
 
+@pytest.mark.slow
 def test_growth_has_a_point_for_each_size_or_says_why_not(tiny_config: Path, tmp_path: Path) -> None:
     argv = [
         "--config",

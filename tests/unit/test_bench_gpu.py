@@ -51,6 +51,7 @@ def python(name: str, code: str, seconds: int = 9, needs: str = "json") -> progr
     return program.Part(name, seconds, needs, ["-c", code])
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
     chosen = [
         python("bad", "print('why'); raise SystemExit(3)"),

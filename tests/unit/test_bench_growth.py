@@ -19,6 +19,7 @@ def test_the_set_that_is_opened_has_no_images_to_read(tmp_path: Path) -> None:
         index.read(17)
 
 
+@pytest.mark.slow
 def test_starting_is_measured_in_a_process_of_its_own(tiny_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "SETS", (20_000,))
     monkeypatch.setattr(growth, "START_UPS", 1)

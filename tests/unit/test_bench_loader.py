@@ -67,6 +67,7 @@ def test_the_pages_are_really_gone(tmp_path: Path) -> None:
     assert cached() == 0
 
 
+@pytest.mark.slow
 def test_the_result_has_both_caches_and_what_was_used(config: Config) -> None:
     assert torch.equal(next(endless_loader(config, cold=True)).views, next(endless_loader(config)).views)
     result = bench_loader(config, 0.2)
@@ -92,6 +93,7 @@ def test_the_grid_starts_with_the_configs_own_and_can_be_typed(tiny_config: Path
                        value == getattr(data, name) for name, value in setting.items())  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_sweep_names_the_fastest(config: Config) -> None:
     result = bench_loader_sweep(config, 0.1)
     medians = {as_options(point["setting"]): point["figures"]["median"] for point in result["results"]}

@@ -91,6 +91,7 @@ def test_the_options_of_our_loader_are_what_they_are_called(config: Config, monk
     assert result["decoded_bytes"] == 48 * 40 * 36 * 3
 
 
+@pytest.mark.slow
 def test_the_command_prints_ratios_and_refuses_unknown_parts(
     tiny_config: Path, tiny_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,6 +194,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "text", "value"), TEXTS)
 @pytest.mark.parametrize("place", ["file", "quoted in the file", "command line"])
 def test_a_text_is_the_same_value_in_a_file_and_on_the_command_line(

@@ -169,6 +169,7 @@ def rank_features(folder: Path, root: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
     """An unreadable image among them, so that the ranks hold different counts."""
     root = tmp_path / "set"
@@ -247,6 +248,7 @@ def test_the_checkpoint_and_the_untrained_encoder_are_told_apart(run_dir, tiny_s
         assert (run_dir / "eval" / f"knn_{which}.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["last", "random"])
 def test_batch_norm_of_single_views_is_plain_in_evaluation(run_dir, place, which):
     """A run with BatchNorm per view has the features of the same weights with a joint one."""

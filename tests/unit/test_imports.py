@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
 def loaded_by(module: str) -> set[str]:
     """Modules of ours in a fresh process that imported `module`."""
-    program = f"import {module}, sys; print(*[m for m in sys.modules if m.partition('.')[0] in ('trainer', 'kernels')])"
+    ours = "[m for m in sys.modules if m.partition('.')[0] in ('trainer', 'kernels')]"
+    program = f"import {module}, os, sys; print(*{ours}, flush=True); os._exit(0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     return set(done.stdout.split())
 
@@ -28,6 +31,7 @@ def written_imports(file: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_evaluation_needs_neither_loop_nor_step_nor_loss():
     loaded = loaded_by("trainer.evaluate.run")
     assert "trainer.models.networks" in loaded
@@ -36,12 +40,14 @@ def test_evaluation_needs_neither_loop_nor_step_nor_loss():
         assert not written_imports(file) & {"trainer.loop", "trainer.step", "trainer.losses"}, file
 
 
+@pytest.mark.slow
 def test_kernels_know_nothing_of_the_trainer():
     for file in (ROOT / "kernels").rglob("*.py"):
         assert not [name for name in written_imports(file) if name.partition(".")[0] == "trainer"], file
     assert not [m for m in loaded_by("kernels.whitening") if m.partition(".")[0] == "trainer"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_measured_where_torch_and_rich_are_all_there_is():
     loaded = loaded_by("trainer.bench.loss, trainer.bench.whitening")
     assert "trainer.bench.shapes" in loaded
@@ -77,6 +83,7 @@ print(int(result.skipped), result.loss.item() > 0)
 """
 
 
+@pytest.mark.slow
 def test_a_step_is_built_and_made_where_only_torch_and_timm_are():
     """A machine with a GPU may have no DALI and none of the command line's packages."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, cwd=ROOT)

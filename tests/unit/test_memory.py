@@ -53,6 +53,7 @@ def test_memory_is_what_an_eager_step_keeps(tiny_config: Path) -> None:
     assert estimate_memory(config, rows, CPU).kept == pytest.approx(found, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_under_a_budget_keeps_less_than_an_eager_one_over_ranks(tiny_config: Path) -> None:
     """BatchNorm over ranks is plain tensor operations, which keep float32 copies when they run eagerly."""
     config = load_config(tiny_config, ["--precision", "bf16", "--model.batch_norm_ranks", "all"])

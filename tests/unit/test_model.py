@@ -117,6 +117,7 @@ def test_stem_of_a_backbone_that_has_none() -> None:
         build_encoder(replace(TINY, backbone="test_vit", stem="small"))
 
 
+@pytest.mark.slow
 def test_compiled_model_is_one_graph_with_views_and_its_names_stay_plain() -> None:
     model = EncoderProjector(
         Config(model=replace(TINY, zero_init_last=False, encoder_batch_norm="per_view"), views=ViewsConfig(num_views=2))

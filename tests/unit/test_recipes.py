@@ -112,6 +112,7 @@ def test_the_classes_of_imagenet_100_are_a_hundred() -> None:
     assert read_class_list(ROOT / "configs" / "imagenet100_classes.txt", sorted(names)) == sorted(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_config_builds(path: Path) -> None:
     """The model takes two images' views and gives embeddings; the plan of the run can be said."""

@@ -120,6 +120,7 @@ def test_a_port_that_is_none_is_refused(port: str, environment: pytest.MonkeyPat
         meet(Ranks(0, 2), SHORT)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(free_port: int, environment: pytest.MonkeyPatch) -> None:
     environment.setattr(rendezvous, "_CONNECT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", free_port)):
@@ -238,6 +239,7 @@ def test_a_rank_that_does_not_come_is_named(free_port: int, environment: pytest.
     assert second.exception() is not None
 
 
+@pytest.mark.slow
 def test_all_ranks_together_are_waited_for_no_longer_than_the_time_out(free_port: int) -> None:
     """Rank 1 comes when most of the time has gone by, rank 2 never: rank 0 does not begin to wait anew."""
 

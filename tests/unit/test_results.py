@@ -45,6 +45,7 @@ def knn(run_dir: Path, which: str = "last", *settings: str) -> dict[str, Any]:
     return run_evaluation(run_dir, which, settings, ("knn",))["knn"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -199,6 +199,7 @@ def folder_with_step_1(good: tuple[Run, dict[int, Content]], tmp_path_factory: p
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_unusable_checkpoint_is_skipped_with_its_name(
     name: str, good: tuple[Run, dict[int, Content]], folder_with_step_1: Path, caplog: pytest.LogCaptureFixture

@@ -107,6 +107,7 @@ def test_a_run_that_hangs_in_a_step_ends_when_its_time_is_up(hanging: Callable[[
     assert time.monotonic() - began > 0.8
 
 
+@pytest.mark.slow
 def test_a_log_that_hangs_does_not_hold_up_the_end(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
     """Another thread is stuck in a write to the log, and holds the lock of its handler."""
     process = hanging("import logging; logging.lastResort.acquire()")

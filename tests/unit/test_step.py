@@ -286,6 +286,7 @@ def test_activation_checkpointing_changes_no_statistics(accumulation_steps: int,
     torch.testing.assert_close(*embeddings, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 def test_a_compiled_step_is_the_eager_one() -> None:
     """By the real compiler, on this CPU, which takes half a second for each kernel: so with the first stage of the encoder

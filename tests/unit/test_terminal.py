@@ -39,6 +39,7 @@ class Terminal(io.StringIO):
             raise OSError(errno.EIO, "Input/output error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [0, 8, 10**9], ids=["gone from the start", "closed on the way", "stays"])
 def test_a_run_outlives_its_terminal_and_log_txt_is_complete(
     writes: int, tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
