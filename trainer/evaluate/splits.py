@@ -57,8 +57,8 @@ def classes_with_images(split: Split) -> list[int]:
 
 
 def unusable_files(split: Split) -> int:
-    """Count the files that were left out when the split was indexed or prepared, from the list beside the index."""
-    listed = split.index.path.with_suffix(".bad.txt")
+    """Count the files that were skipped when the split was indexed or prepared, from the list beside the index."""
+    listed = split.index.path.with_suffix(".skipped.txt")
     return len(listed.read_bytes().splitlines()) if listed.exists() else 0
 
 
@@ -66,7 +66,7 @@ def _warnings(train: Split, test: Split) -> list[str]:
     learnt, tested = classes_with_images(train), classes_with_images(test)
     lines = [
         f"the split {split.name!r} has {count} files that are not usable images and do not count; "
-        f"{split.index.path.with_suffix('.bad.txt')} names them"
+        f"{split.index.path.with_suffix('.skipped.txt')} names them"
         for split in (train, test)
         if (count := unusable_files(split))
     ]
