@@ -72,6 +72,7 @@ def loop_whiten(v: Tensor, rows_of_slices: Iterable[Tensor]) -> Tensor:
     z = torch.empty_like(v)
     for rows in rows_of_slices:
         x = v[rows]
+        # z = L^-1 (x - mean), with covariance = L L^T
         centred = x - x.mean(0)
         covariance = centred.T @ centred / (x.shape[0] - 1)
         lower = torch.linalg.cholesky(covariance)
