@@ -164,14 +164,16 @@ def _peers(result: Result) -> Report:
 
 
 def _compute(result: Result) -> Report:
+    # How near the step is to the best speed of this machine.
     best = result["roofline"]
+    gigaflop = best["flop_per_view"] / 1e9
     percent = result["phases"]["percent"]
     phases = [[f"{name}, % of the phases", f"{value:.1f}"] for name, value in percent.items()]
     rows: list[Row] = [
         ["views/s", spread_text(result["views_per_s_spread"], 2)],
         ["ms a step", spread_text(result["step_ms"])],
         *phases,
-        ["GFLOP a view", f"{best['flop_per_view'] / 1e9:.2f}"],
+        ["GFLOP a view", f"{gigaflop:.2f}"],
         ["best product, TFLOP/s", f"{best['matmul_tflops']:.3g}"],
         [f"roofline, views/s a rank (by {best['roofline_bound']})", f"{best['roofline_views_per_s']:,.2f}"],
         ["arithmetic used", f"{best['flop_utilisation']:.0%}"],

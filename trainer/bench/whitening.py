@@ -52,7 +52,9 @@ def bench_sweep(device: str, seconds: float, lines: Mapping[str, Sequence[Whiten
     """Measure every backend at every point of the lines in about `seconds`."""
     where = torch.device(device)
     backends, not_run = runnable_backends(where)
-    share = seconds / sum(len(points) for points in lines.values())
+    # Every point takes the same share of the time.
+    num_points = sum(len(points) for points in lines.values())
+    share = seconds / num_points
     results = []
     for line, sizes in lines.items():
         points = []
