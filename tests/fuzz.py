@@ -259,11 +259,11 @@ def fuzz_images(count: int, rng: random.Random, folder: Path) -> tuple[dict[str,
         began = time.monotonic()
         codes[name], outputs[name] = wmse(*words)
         seconds[name] = round(time.monotonic() - began, 1)
-    left_out = numbers((folder / "set/.wmse_index/train.bad.txt").read_text().splitlines())
+    listed = numbers((folder / "set/.wmse_index/train.skipped.txt").read_text().splitlines())
     bad = {"check-data": numbers([line for line in outputs["check-data"].splitlines() if line.startswith("train/")])}
     for name, run in (("pretrain", "plain"), ("pretrain with the decode cache", "cached")):
         lines = (folder / run / "quarantine.jsonl").read_text().splitlines()
-        bad[name] = left_out | numbers([json.loads(line)["image"] for line in lines])
+        bad[name] = listed | numbers([json.loads(line)["image"] for line in lines])
     losses = [
         [json.loads(line)["loss"] for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("plain", "cached")

@@ -215,7 +215,7 @@ def _read_records(
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
     """Return the memory and the number of skipped images for a logged line."""
     used, limit = memory_gib(run.device)
-    skipped_images = count_skipped_images(run.quarantine, len(loader.bad.ids)) if run.ranks.is_first else 0
+    skipped_images = count_skipped_images(run.quarantine, len(loader.skipped.ids)) if run.ranks.is_first else 0
     return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "skipped_images": skipped_images}
 
 

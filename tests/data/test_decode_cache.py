@@ -104,7 +104,7 @@ def test_a_failure_of_dali_blames_no_image(index: Index, tmp_path: Path) -> None
         raise RuntimeError("out of memory")
 
     views._pipe = SimpleNamespace(run=fail)
-    known = set(views.bad.ids)
+    known = set(views.skipped.ids)
     with pytest.raises(RuntimeError, match=r"DALI failed in step 1, though every image decodes: out of memory"):
         next(batches)
-    assert set(views.bad.ids) == known
+    assert set(views.skipped.ids) == known

@@ -141,13 +141,13 @@ def test_names_beyond_ascii(tmp_path: Path) -> None:
     assert open_index(tmp_path / "tars", "train").name(0) == "train-000000.tar/猫.jpg"
 
 
-def test_files_that_are_no_pictures_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_are_not_images_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     index = open_index(folder_set(tmp_path, {"train/cat/aa.JPEG": b"", "train/dog/page.jpg": b"<html>"}), "train")
     assert [index.name(i) for i in range(3)] == ["cat/a.JPEG", "cat/b.JPEG", "dog/a.JPEG"]
     assert index.labels.tolist() == [0, 0, 1]
     assert index.heights.tolist() == [21, 8, 21]
     assert "skipped 2 of 5 files that are not usable images: cat/aa.JPEG: empty file" in caplog.text
-    listed = (tmp_path / ".wmse_index/train.bad.txt").read_text().splitlines()
+    listed = (tmp_path / ".wmse_index/train.skipped.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in listed] == ["cat/aa.JPEG", "dog/page.jpg"]
 
 
@@ -155,7 +155,7 @@ def test_odd_files(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train/odd").symlink_to(shared("odd").resolve())
     index = open_index(tmp_path, "train")
-    listed = (tmp_path / ".wmse_index/train.bad.txt").read_text()
+    listed = (tmp_path / ".wmse_index/train.skipped.txt").read_text()
     # 02 and 08 are damaged too, but beyond the first bytes, which are all that is read here
     assert {line[4:6] for line in listed.splitlines()} == {"01", "03", "06", "24", "29", "31", "39"}
     assert len(index) == 16
@@ -223,12 +223,12 @@ def test_class_folders_that_are_broken_links_are_named(tmp_path: Path, caplog: p
     assert "4 links are broken and are skipped (gone, loop, one, two)" in caplog.text
 
 
-def test_a_file_over_4_gib_is_the_only_one_left_out(tmp_path: Path) -> None:
+def test_only_a_file_over_4_gib_is_skipped(tmp_path: Path) -> None:
     make_folder(tmp_path, {"train/cat/a.jpg": JPEG})
     with (tmp_path / "train/cat/huge.jpg").open("wb") as file:
         file.truncate(2**32 + 7)  # takes no room on the disk
     assert len(open_index(tmp_path, "train")) == 1
-    assert (tmp_path / ".wmse_index/train.bad.txt").read_text() == "cat/huge.jpg\t2 GiB or larger\n"
+    assert (tmp_path / ".wmse_index/train.skipped.txt").read_text() == "cat/huge.jpg\t2 GiB or larger\n"
     assert check_data(tmp_path).bad == [("train/cat/huge.jpg", "2 GiB or larger")]
 
 
@@ -478,9 +478,9 @@ def test_the_size_of_imagenet(tmp_path: Path, form: str) -> None:
     assert index.labels[1282] == 1
 
 
-def test_a_link_to_itself_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_link_to_itself_is_skipped_and_named(tmp_path: Path) -> None:
     write_images(tmp_path / "set" / "train" / "cats", 3, seed=1)
     (tmp_path / "set" / "train" / "cats" / "loop.JPEG").symlink_to("loop.JPEG")
     assert len(open_index(tmp_path / "set", "train")) == 3
-    (bad,) = (tmp_path / "set").rglob("train.bad.txt")
+    (bad,) = (tmp_path / "set").rglob("train.skipped.txt")
     assert "loop.JPEG" in bad.read_text()

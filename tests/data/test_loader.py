@@ -406,7 +406,7 @@ def test_a_resumed_run_replaces_what_the_unbroken_one_did(index, tmp_path, monke
         asked.clear()
         drop_quarantine_after(kept, first)
         resumed = loader(index, first=first, kept=kept, threads=1)
-        assert len(resumed.bad.ids) == 1
+        assert len(resumed.skipped.ids) == 1
         assert same(keep(resumed), unbroken[first:])
         assert 7 not in asked
         assert len(entries(kept)) == 1
@@ -428,7 +428,7 @@ def test_other_numbers_of_ranks_see_the_same_set(tmp_path):
     known = read_quarantine(kept, 6)
     for rows in [WHOLE, *(ImageRange(i, 1) for i in range(4))]:
         resumed = loader(index, rows=rows, first=6, kept=kept)
-        assert resumed.bad.ids == set(known)
+        assert resumed.skipped.ids == set(known)
         for batch, whole in zip(keep(resumed), one[6:], strict=True):
             np.testing.assert_array_equal(batch.image_ids, whole.image_ids[rows.first :][: rows.count])
 
@@ -447,7 +447,7 @@ def test_the_run_stops_where_too_many_are_bad(tmp_path):
 def test_the_images_read_are_counted(index):
     one = loader(index)
     keep(one)
-    assert one.bad.images_read == STEPS * PER_STEP
+    assert one.skipped.images_read == STEPS * PER_STEP
 
 
 def test_what_a_reader_waits_for_can_be_asked(index, monkeypatch):
@@ -490,7 +490,7 @@ def test_the_process_survives_the_nastiest_bytes(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_loader import *\n"
-        f"one = loader(open_index(Path({str(tmp_path)!r}), 'train')); print(len(keep(one)), len(one.bad.ids))"
+        f"one = loader(open_index(Path({str(tmp_path)!r}), 'train')); print(len(keep(one)), len(one.skipped.ids))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -562,7 +562,7 @@ def test_a_batch_that_fails_once_is_decoded_by_pillow(index, batches, monkeypatc
     assert same(keep(one), batches)
     assert ran == [0, 1, 2, 3, *range(3, STEPS)]
     assert one._reader.refused_by_dali == set(batches[3].image_ids.tolist())
-    assert not one.bad.ids
+    assert not one.skipped.ids
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "DALI failed in step 3" in record.getMessage()
     assert "nvJPEG error 6\\nStacktrace" in record.getMessage()

@@ -26,11 +26,11 @@ def odd_folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_pipes_are_left_out_and_odd_names_are_one_line(odd_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pipes_are_skipped_and_odd_names_are_one_line(odd_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert len(open_index(odd_folder, "train")) == 1
     assert caplog.records[0].getMessage().isprintable()
-    lines = (odd_folder / ".wmse_index/train.bad.txt").read_text(encoding="utf-8").splitlines()
+    lines = (odd_folder / ".wmse_index/train.skipped.txt").read_text(encoding="utf-8").splitlines()
     assert [line.split("\t")[0] for line in lines] == [f"c/{SHOWN}.png", "c/pipe.png"]
     assert lines[1].endswith("a pipe, socket or device")
 
@@ -43,7 +43,7 @@ def test_check_data_names_them(odd_folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_prepare_names_them(odd_folder: Path, tmp_path: Path) -> None:
     assert main(["prepare", str(odd_folder), str(tmp_path / "dest")]) == 0
-    lines = (tmp_path / "dest/train.bad.txt").read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / "dest/train.skipped.txt").read_text(encoding="utf-8").splitlines()
     assert [line.split("\t")[0] for line in lines] == [f"c/{SHOWN}.png", "c/pipe.png"]
 
 

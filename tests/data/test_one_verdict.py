@@ -95,22 +95,22 @@ def loader(index: Index, *, evaluates: bool = False, cache: DecodeCache | None =
 def run(batches: ViewLoader) -> tuple[list[torch.Tensor], set[str]]:
     """The views of some epochs, and the images that were found bad."""
     views = [batch.views.clone() for batch in batches]
-    return views, {Path(batches.index.name(i)).stem for i in batches.bad.ids}
+    return views, {Path(batches.index.name(i)).stem for i in batches.skipped.ids}
 
 
 def test_all_paths_agree_on_every_image(folder: Path, tmp_path: Path) -> None:
     index = open_index(folder, "train")
-    left_out = {
-        Path(line.split("\t")[0]).stem for line in (folder / ".wmse_index/train.bad.txt").read_text().splitlines()
+    listed = {
+        Path(line.split("\t")[0]).stem for line in (folder / ".wmse_index/train.skipped.txt").read_text().splitlines()
     }
     views, bad = run(loader(index))
     cached_views, cached_bad = run(loader(index, cache=DecodeCache(index, tmp_path / "cache", create=True)))
     _, evaluation_bad = run(loader(index, evaluates=True))
     assert bad == cached_bad == evaluation_bad
     assert all(torch.equal(a, b) for a, b in zip(views, cached_views, strict=True))
-    assert {Path(name).stem for name, _ in check_data(folder, limits=DATA).bad} == bad | left_out
-    assert set(UNUSABLE) <= bad | left_out
-    assert not set(USABLE) & (bad | left_out)
+    assert {Path(name).stem for name, _ in check_data(folder, limits=DATA).bad} == bad | listed
+    assert set(UNUSABLE) <= bad | listed
+    assert not set(USABLE) & (bad | listed)
 
 
 @pytest.mark.parametrize("name", UNUSABLE)

@@ -101,10 +101,10 @@ def test_rare_kinds_are_converted_and_bad_files_named(tmp_path: Path, caplog: py
     index = open_index(tmp_path / "dest", "train")
     assert sorted(index.name(i).split("/")[1] for i in range(len(index))) == ["a.png", "b.png", "c.jpg"]
     assert {inspect_image(index.read(i)).kind for i in range(len(index))} == {"direct"}
-    listed = (tmp_path / "dest/train.bad.txt").read_text().splitlines()
+    listed = (tmp_path / "dest/train.skipped.txt").read_text().splitlines()
     assert sorted(line.split("\t")[0] for line in listed) == ["cat/d.jpg", "cat/e.jpg"]
     assert "skipped 2 of 5 files that are not usable images" in caplog.text
-    assert str(tmp_path / "dest/train.bad.txt") in caplog.text
+    assert str(tmp_path / "dest/train.skipped.txt") in caplog.text
 
 
 def test_large_pictures_are_made_smaller_and_small_ones_stay(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_large_pictures_are_made_smaller_and_small_ones_stay(tmp_path: Path) -> 
     assert np.abs(found - expected).mean() < 10  # WebP's and JPEG's loss in noise; another picture differs by 50
     described = json.loads((tmp_path / "dest/dataset.json").read_text())
     assert (described["max_side"], described["quality"]) == (50, 95)
-    assert (tmp_path / "dest/train.bad.txt").read_text().startswith("cat/e.jpg\t")
+    assert (tmp_path / "dest/train.skipped.txt").read_text().startswith("cat/e.jpg\t")
     for shrink in (Shrink(7), Shrink(50, 101)):
         with pytest.raises(InputError, match=f"max_side is {shrink.max_side} and quality {shrink.quality}"):
             prepare(str(source), tmp_path / "other", shrink=shrink)
@@ -401,12 +401,12 @@ def test_two_at_once_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(open_index(dest, "train")) == 8
 
 
-def test_images_beyond_the_limits_of_a_run_are_named_and_left_out(tmp_path: Path) -> None:
+def test_images_beyond_the_limits_of_a_run_are_named_and_skipped(tmp_path: Path) -> None:
     header = struct.pack(">IIBBBBB", 13_000, 13_000, 1, 0, 0, 0, 0)
     bomb = png_chunks((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
     make_folder(tmp_path / "s", {"train/cat/a.jpg": JPEG, "train/cat/b.png": bomb})
     prepare(str(tmp_path / "s"), tmp_path / "dest", progress=False)
-    assert (tmp_path / "dest/train.bad.txt").read_text().startswith("cat/b.png\thas 13000x13000 pixels")
+    assert (tmp_path / "dest/train.skipped.txt").read_text().startswith("cat/b.png\thas 13000x13000 pixels")
     assert check_data(tmp_path / "dest").bad == []
 
 

@@ -1,13 +1,14 @@
 """Check the training step: python -m tests.gpu.check_step OUT.json [--tiny]
 
-In every precision, eager, compiled and as CUDA graphs, it must wait for nothing, its loss must follow the float32 one, and a
-skipped update must change nothing.
+In every precision, eager, compiled and with CUDA graphs, the step must never wait for the device, its loss must be close to
+that in float32, and a skipped update must not change anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from trainer.config.schema import Config, DataConfig, ModelConfig, ViewsConfig, 
 from trainer.distributed.ranks import Ranks
 from trainer.step import TrainStep
 
-IMAGES, VIEWS = 64, 2  # of which a slice takes 32
+IMAGES = 64  # two slices
+VIEWS = 2
 SMALL = Config(
     data=DataConfig(images_per_step=IMAGES),
     views=ViewsConfig(num_views=VIEWS, size=64),
@@ -28,17 +30,17 @@ SMALL = Config(
     precision="fp32",
 )
 TINY = replace(SMALL, model=replace(SMALL.model, backbone="test_resnet"), views=replace(SMALL.views, size=32))
-LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 0.15, "fp16": 0.05}  # of the first step's loss, near 2
+LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 0.15, "fp16": 0.05}  # for the loss of the first step, which is about 2
 
 
 class Variant(NamedTuple):
-    """A way to make a step."""
+    """A precision and other settings of the step to check."""
 
     precision: str
     compiled: bool = False
     cuda_graphs: bool = False
     optimizer: str = "lars"
-    parts: int = 1
+    micro_batches: int = 1
     backend: str = "auto"
     budget: float = 1.0
 
@@ -49,69 +51,77 @@ VARIANTS = (
     Variant("bf16", compiled=True, cuda_graphs=True),
     Variant("bf16", backend="triton"),
     Variant("fp16"),
-    Variant("bf16", parts=2),
+    Variant("bf16", micro_batches=2),
     Variant("bf16", optimizer="adam"),
     Variant("fp16", compiled=True, budget=0.9),
-    Variant("fp16", compiled=True, parts=2),
+    Variant("fp16", compiled=True, micro_batches=2),
 )
 
 
 def build_step(config: Config, variant: Variant, device: torch.device) -> TrainStep:
-    """Build a step with the seed's weights. backend: of whitening and optimizer."""
+    """Build the step of a variant, with the weights of the seed."""
     model = replace(config.model, activation_memory_budget=variant.budget)
     loss = replace(config.wmse, backend=variant.backend)
-    optimizer = replace(config.optimizer, name=variant.optimizer, backend=variant.backend)
-    return setup.build_step(
-        replace(
-            config,
-            precision=variant.precision,
-            compile="true" if variant.compiled else "false",
-            model=model,
-            cuda_graphs=variant.cuda_graphs,
-            wmse=loss,
-            optimizer=replace(optimizer, accumulation_steps=variant.parts),
-        ),
-        Ranks(),
-        device,
+    optimizer = replace(
+        config.optimizer,
+        name=variant.optimizer,
+        backend=variant.backend,
+        accumulation_steps=variant.micro_batches,
     )
+    changed = replace(
+        config,
+        precision=variant.precision,
+        compile="true" if variant.compiled else "false",
+        cuda_graphs=variant.cuda_graphs,
+        model=model,
+        wmse=loss,
+        optimizer=optimizer,
+    )
+    return setup.build_step(changed, Ranks(), device)
 
 
-def pixels_of(seed: int, side: int, device: torch.device) -> Tensor:
-    """Draw (R, 3, S, S) uint8, channels_last: smooth, so that the views of an image have something in common."""
+def draw_pixels(seed: int, size: int, device: torch.device) -> Tensor:
+    """Draw (R, 3, S, S) uint8, channels_last. The views of an image have the same smooth colours and different noise."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(IMAGES, 3, 5, 5, generator=generator).repeat(VIEWS, 1, 1, 1)
-    noise = torch.rand(VIEWS * IMAGES, 3, side, side, generator=generator)
-    smooth = torch.nn.functional.interpolate(coarse, (side, side), mode="bilinear")
-    pixels = (255 * (0.8 * smooth + 0.2 * noise)).to(torch.uint8)
+    noise = torch.rand(VIEWS * IMAGES, 3, size, size, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, (size, size), mode="bilinear")
+    mixed = 0.8 * smooth + 0.2 * noise
+    pixels = (255 * mixed).to(torch.uint8)
     return pixels.to(device).contiguous(memory_format=torch.channels_last)
 
 
-def float32_loss(config: Config, parts: int, device: torch.device) -> float:
-    """Return the loss of the first step, eager. It depends on the number of parts, since BatchNorm sees one at a time."""
-    step = build_step(config, Variant("fp32", parts=parts), device)
-    return step(pixels_of(0, config.views.size, device), 0, 0.1).loss.item()
+def float32_loss(config: Config, micro_batches: int, device: torch.device) -> float:
+    """Return the loss of the first step in eager float32. BatchNorm sees one micro-batch, so their number changes the loss."""
+    step = build_step(config, Variant("fp32", micro_batches=micro_batches), device)
+    pixels = draw_pixels(0, config.views.size, device)
+    return step(pixels, 0, 0.1).loss.item()
 
 
 def check(config: Config, variant: Variant, device: torch.device, expected_loss: float) -> Line:
-    """Make four steps: compare the loss of the first, forbid the third to wait, make the fourth fail."""
+    """Make four steps: compare the loss of the first one, forbid the third to wait, and make the fourth fail."""
     step = build_step(config, variant, device)
-    rows = [pixels_of(seed, config.views.size, device) for seed in range(4)]
+    batches = [draw_pixels(seed, config.views.size, device) for seed in range(4)]
     if step.grad_scaler is not None:
         step.grad_scaler.scale.fill_(2.0**8)
-    loss = step(rows[0], 0, 0.1).loss.item()
-    step(rows[1], 0, 0.1)  # compiles what the first one did not, records graphs
-    failed = without_waiting(lambda: step(rows[2], 0, 0.1), device).skipped
+    # --- the first three steps ---
+    loss = step(batches[0], 0, 0.1).loss.item()
+    step(batches[1], 0, 0.1)  # compiles the rest and records the graphs
+    failed = without_waiting(lambda: step(batches[2], 0, 0.1), device).skipped
     line: Line = {"said": f"loss {loss:.4f}, float32 {expected_loss:.4f}", "loss": loss, "expected": expected_loss}
     if failed:
         return {**line, "problem": "the third update was skipped"}
     if not abs(loss - expected_loss) < LOSS_TOLERANCE[variant.precision]:
-        return {**line, "problem": "another loss than in float32"}
-    weights = [p.detach().clone() for p in step.method.networks.parameters()]
-    same = rows[3].clone()
-    same[:IMAGES] = same[:1]
-    if not step(same, 0, 0.1).skipped:
-        return {**line, "problem": "a view of one image was not noticed"}
-    if not all(torch.equal(a, b) for a, b in zip(weights, step.method.networks.parameters(), strict=True)):
+        return {**line, "problem": "the loss differs too much from that in float32"}
+    # --- a step that must be skipped: the rows of its first view are all equal ---
+    networks = step.method.networks
+    before = [p.detach().clone() for p in networks.parameters()]
+    constant = batches[3].clone()
+    constant[:IMAGES] = constant[:1]
+    if not step(constant, 0, 0.1).skipped:
+        return {**line, "problem": "a view with equal rows did not skip the update"}
+    unchanged = [torch.equal(old, new) for old, new in zip(before, networks.parameters(), strict=True)]
+    if not all(unchanged):
         return {**line, "problem": "a skipped update changed the weights"}
     return line
 
@@ -121,15 +131,22 @@ def check_all(task: Task) -> Iterator[Line]:
     config = TINY if task.tiny else SMALL
     expected: dict[int, float] = {}
     for variant in VARIANTS:
-        if task.tiny and (variant.compiled or variant.backend == "triton"):  # slow on a CPU, and rehearsed elsewhere
+        # These are slow on a CPU, and other parts rehearse them.
+        if task.tiny and (variant.compiled or variant.backend == "triton"):
             continue
-        if variant.parts not in expected:
-            expected[variant.parts] = float32_loss(config, variant.parts, task.device)
-        default = Variant(variant.precision)._asdict()
-        other = [f"{name} {value}" for name, value in variant._asdict().items() if value != default[name]]
-        name = ", ".join([variant.precision, *other])
-        yield attempt(name, lambda variant=variant: check(config, variant, task.device, expected[variant.parts]))
+        count = variant.micro_batches
+        if count not in expected:
+            expected[count] = float32_loss(config, count, task.device)
+        check_variant = partial(check, config, variant, task.device, expected[count])
+        yield attempt(_name(variant), check_variant)
         torch._dynamo.reset()
+
+
+def _name(variant: Variant) -> str:
+    """Return the precision, and all settings that differ from their defaults."""
+    default = Variant(variant.precision)._asdict()
+    other = [f"{name} {value}" for name, value in variant._asdict().items() if value != default[name]]
+    return ", ".join([variant.precision, *other])
 
 
 if __name__ == "__main__":

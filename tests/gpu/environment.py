@@ -1,4 +1,4 @@
-"""List what this machine has: python -m tests.gpu.environment OUT.json"""
+"""List the card, packages and tools of this machine: python -m tests.gpu.environment OUT.json"""
 
 from __future__ import annotations
 
@@ -20,17 +20,24 @@ PACKAGES = (
     "pillow",
     "nvidia-dali-cuda120",
     "nvidia-nvimgcodec-cu12",
+    "jsonargparse",
+    "pyyaml",
+    "rich",
+    "tensorboard",
+    "pytest",
+    "hypothesis",
 )
-PACKAGES += ("jsonargparse", "pyyaml", "rich", "tensorboard", "pytest", "hypothesis")
 TOOLS = ("nvidia-smi", "nvcc", "ncu", "compute-sanitizer", "g++")
 
 
 def environment(task: Task) -> Iterator[Line]:
-    """Yield lines for the card, the packages and the tools."""
+    """Yield a line for the card, one for the packages, and one for the tools."""
     if task.device.type == "cuda":
         p = torch.cuda.get_device_properties(task.device)
-        figures = {"gib": p.total_memory / 2**30, "multiprocessors": p.multi_processor_count}
-        yield {"name": "card", "said": f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}", **figures}
+        gib = p.total_memory / 2**30
+        said = f"{p.name}, {gib:.0f} GiB, sm_{p.major}{p.minor}"
+        yield {"name": "card", "said": said, "gib": gib, "multiprocessors": p.multi_processor_count}
+    # Names of distributions differ in case.
     installed = {found.metadata["Name"].lower(): found.version for found in metadata.distributions()}
     packages = {name: installed.get(name) for name in PACKAGES}
     missing = [name for name, version in packages.items() if version is None]

@@ -1,4 +1,4 @@
-"""What the parts share: their device, and how each line reaches the disk."""
+"""Code that the parts share: command line, recording of lines, and checks that use CUDA."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.gpu.__main__ import SKIPPED
 from trainer.run.machine import provenance
 
 Line = dict[str, Any]
-"""A figure or a check. name: of what; said: in words; problem: what is wrong, if anything is; the rest is figures for JSON."""
+"""A figure or a check. name: its subject; said: the result in words; problem: what is wrong, if anything; others: figures."""
 
 
 class Task(NamedTuple):
-    """What a part is given."""
+    """The arguments of a part."""
 
     words: list[str]
     device: torch.device
@@ -31,40 +31,49 @@ def main(measure: Callable[[Task], Iterator[Line]], description: str | None) -> 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("words", nargs="*", metavar="WORD")
-    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny sizes; needs no GPU")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny sizes, without a GPU")
     own = parser.parse_args()
     if not own.tiny and not torch.cuda.is_available():
-        print("skipped: needs a GPU; --tiny rehearses on a CPU")
+        print("skipped: this part needs a GPU; --tiny rehearses on a CPU")
         sys.exit(SKIPPED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sys.exit(record(measure(Task(own.words, device, own.tiny)), own.out, device))
+    lines = measure(Task(own.words, device, own.tiny))
+    sys.exit(record(lines, own.out, device))
 
 
 def record(lines: Iterator[Line], out: Path, device: torch.device) -> int:
-    """Print each line and write all to `out` as they come, so that a part that is stopped loses none. Returns the exit code."""
+    """Print each line and write all lines to `out` after each, so that a stopped part loses none. Returns the exit code."""
     head = provenance(device)
     found: list[Line] = []
 
     def note(line: Line) -> None:
         found.append(line)
-        print(f"{line['name']:<40} {line.get('said', '')}  {line.get('problem', '')}".rstrip(), flush=True)
-        whole = out.with_suffix(".part")
-        whole.write_text(json.dumps({**head, "lines": found}, indent=1) + "\n")
-        whole.rename(out)
+        text = f"{line['name']:<40} {line.get('said', '')}  {line.get('problem', '')}"
+        print(text.rstrip(), flush=True)
+        # Write a temporary file and rename it: a part may be killed while it writes.
+        temporary = out.with_suffix(".part")
+        content = json.dumps({**head, "lines": found}, indent=1)
+        temporary.write_text(content + "\n")
+        temporary.rename(out)
 
     try:
         for line in lines:
             note(line)
-    except Exception as error:  # for example of a GPU that a kernel left broken
+    except Exception as error:
+        # For example, a kernel may leave the GPU unusable.
         note({"name": "what follows", "problem": describe(error)})
     problems = [f"{line['name']}: {line['problem']}" for line in found if line.get("problem")]
     said = "; ".join(f"{line['name']} {line['said']}" for line in found if line.get("said"))
-    print(f"{len(problems)} problem(s): {problems[0]}; {said}" if problems else said or f"{len(found)} checks passed")
-    return 1 if problems else 0
+    # The last line of the output becomes the part's line in the table.
+    if problems:
+        print(f"{len(problems)} problem(s): {problems[0]}; {said}")
+        return 1
+    print(said or f"{len(found)} checks passed")
+    return 0
 
 
 def attempt(name: str, check: Callable[[], Line]) -> Line:
-    """Return a check's line; an error is a problem of this check alone."""
+    """Return a check's line. An error becomes the problem of this check, and the next checks still run."""
     try:
         return {"name": name, **check()}
     except Exception as error:
@@ -73,11 +82,12 @@ def attempt(name: str, check: Callable[[], Line]) -> Line:
 
 def describe(error: Exception) -> str:
     """Return the kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    first_line, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first_line}"
 
 
 def without_waiting(step: Callable[[], Any], device: torch.device) -> Any:
-    """Call it; torch raises RuntimeError if something waits for the device."""
+    """Return step(). Raises RuntimeError if something in it waits for the device."""
     if device.type != "cuda":
         return step()
     torch.cuda.set_sync_debug_mode("error")
@@ -88,11 +98,12 @@ def without_waiting(step: Callable[[], Any], device: torch.device) -> Any:
 
 
 def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture a call of `step` as a CUDA graph. Returns the graph, and the call's result, which a replay writes anew."""
+    """Capture a call of `step` as a CUDA graph. Returns the graph and the result, which every replay overwrites."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # first calls compile and allocate, which no capture allows
+        # The first calls compile and allocate, which is not allowed in a capture.
+        for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -1,6 +1,6 @@
 """Time an update of the recipe's ResNet-50: python -m tests.gpu.time_optimizers OUT.json [--tiny]
 
-LARS by torch and by Triton, and whether they agree; torch's Adam and SGD beside them.
+This times LARS by torch and by Triton, checks that the two agree, and times torch's Adam and SGD for comparison.
 """
 
 from __future__ import annotations
@@ -23,36 +23,44 @@ OPTIMIZERS = {
     "lars triton": OptimizerConfig(backend="triton"),
     "adam": OptimizerConfig(name="adam"),
 }
-TOLERANCE = 1e-4  # of an update's norm; sums of a million squares in another order differ by 1e-6 or so
+TOLERANCE = 1e-4  # of an update's norm; another order of a sum of a million squares changes it by about 1e-6
 LARS_TARGET_MS = 0.5
 
 
 def model_of(task: Task) -> nn.Module:
-    """Build the model with the seed's weights and random gradients."""
+    """Build the recipe's model with random gradients; weights and gradients are the same at each call."""
     config = TINY if task.tiny else RECIPE
-    model = config.method_settings.build(config, Ranks(), task.device).networks
+    method = config.method_settings.build(config, Ranks(), task.device)
+    model = method.networks
+    # Draw on the CPU, so that every device gets the same gradients.
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
-        p.grad = torch.empty_like(p).copy_(1e-3 * torch.randn(p.shape, generator=generator))
+        gradient = 1e-3 * torch.randn(p.shape, generator=generator)
+        p.grad = torch.empty_like(p).copy_(gradient)
     return model
 
 
 def updates(task: Task, config: OptimizerConfig) -> list[torch.Tensor]:
-    """Return how far some steps move each weight."""
+    """Return how far a few updates move each weight."""
     model = model_of(task)
     optimizer = build_optimizer(model, config, task.device)
     before = [p.detach().clone() for p in model.parameters()]
+    sound = torch.zeros((), dtype=torch.bool, device=task.device)
     for _ in range(1 if task.tiny else 3):
-        for p in model.parameters():  # some optimizers change their gradients
+        # Set the gradients before each update, because some optimizers change them.
+        for p in model.parameters():
             p.grad = 1e-3 * p.detach().sign() + 1e-4
-        update(optimizer, 1.0, torch.zeros((), dtype=torch.bool, device=task.device))
+        update(optimizer, 1.0, sound)
     return [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
 
 
 def agreement(task: Task) -> Line:
     """Return the largest difference of a tensor's updates by torch and by Triton, relative to their norm."""
-    pairs = zip(*(updates(task, OPTIMIZERS[f"lars {name}"]) for name in ("torch", "triton")), strict=True)
-    worst = torch.stack([(a - b).norm() / a.norm() for a, b in pairs]).max().item()  # NaN if any is
+    by_torch = updates(task, OPTIMIZERS["lars torch"])
+    by_triton = updates(task, OPTIMIZERS["lars triton"])
+    differences = [(a - b).norm() / a.norm() for a, b in zip(by_torch, by_triton, strict=True)]
+    # The maximum is NaN if any difference is.
+    worst = torch.stack(differences).max().item()
     line: Line = {"name": "lars agreement", "said": f"{worst:.1e}", "difference": worst}
     if not worst <= TOLERANCE:
         line["problem"] = f"triton's updates differ from torch's by more than {TOLERANCE:.0e}"
@@ -60,19 +68,20 @@ def agreement(task: Task) -> Line:
 
 
 def time_optimizers(task: Task) -> Iterator[Line]:
-    """Yield the agreement, then a line for each optimizer."""
+    """Yield the line of the agreement, then one for each optimizer."""
     yield agreement(task)
     sound = torch.zeros((), dtype=torch.bool, device=task.device)
     steps: dict[str, Callable[[], Any]] = {}
     for name, config in OPTIMIZERS.items():
-        if task.tiny and config.backend == "triton":  # seconds an update
+        if task.tiny and config.backend == "triton":  # an interpreted update takes seconds
             continue
         optimizer = build_optimizer(model_of(task), config, task.device)
         steps[name] = lambda optimizer=optimizer: update(optimizer, 1e-9, sound)
-        steps[name]()  # compiles
+        steps[name]()  # compiles the kernels
         without_waiting(steps[name], task.device)
     for kind in ("foreach", "fused"):
-        steps[f"sgd {kind}"] = torch.optim.SGD(model_of(task).parameters(), 1e-9, momentum=0.9, **{kind: True}).step
+        sgd = torch.optim.SGD(model_of(task).parameters(), 1e-9, momentum=0.9, **{kind: True})
+        steps[f"sgd {kind}"] = sgd.step
     windows = {name: timed(step, task.device) for name, step in steps.items()}
     for name, seconds in interleave(windows, 0.1 if task.tiny else 5.0).items():
         figure = spread(seconds, 1e3)

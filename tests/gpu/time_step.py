@@ -1,7 +1,8 @@
 """Time the training step alone: python -m tests.gpu.time_step OUT.json VARIANT... [--tiny]
 
-The ImageNet recipe's model on one rank, with BatchNorm of its own images, 256 images in 4 views of 224 px. For each variant:
-seconds of the first steps, which compile; views a second and peak memory; the phases and the longest kernels of profiled steps.
+The model is that of the ImageNet recipe on one rank, with BatchNorm statistics of its images: 256 images in 4 views of 224 px.
+For each variant this gives the seconds of the first steps, which compile, the views per second and the peak memory, and the
+phases and longest kernels of profiled steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainer.bench.phases import profile_steps
 from trainer.config.schema import Config, DataConfig, ModelConfig, ViewsConfig, WMSESettings
 from trainer.distributed.ranks import Ranks
 
-RECIPE = Config(data=DataConfig(images_per_step=256))  # the defaults are the recipe's, but for its BatchNorm over ranks
+RECIPE = Config(data=DataConfig(images_per_step=256))  # the defaults are the recipe's, except for BatchNorm over ranks
 TINY = Config(
     data=DataConfig(images_per_step=8, threads=1),
     views=ViewsConfig(num_views=2, size=32, eval_resize=32),
@@ -30,16 +31,16 @@ TINY = Config(
     device="cpu",
 )
 BUDGET = {"activation_memory_budget": 0.9}
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # -> settings, and those of the model
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> settings, and settings of the model
     "compiled_bf16": ({"precision": "bf16", "compile": "true"}, {}),
     "compiled_bf16_budget": ({"precision": "bf16", "compile": "true"}, BUDGET),
     "autotuned_bf16_budget": ({"precision": "bf16", "compile": "true", "autotune": True}, BUDGET),
     "eager_bf16": ({"precision": "bf16", "compile": "false"}, {}),
     "eager_fp16": ({"precision": "fp16", "compile": "false"}, {}),
 }
-COMPILED_IN_REHEARSALS = "compiled_bf16_budget"  # if there is a compiler
+COMPILED_IN_REHEARSALS = "compiled_bf16_budget"  # the only variant that a rehearsal compiles, if it has a compiler
 SECONDS = 8.0
-KERNELS = 25  # of the longest, that are listed
+KERNELS = 25  # number of the longest kernels that are listed
 
 
 def time_steps(task: Task) -> Iterator[Line]:
@@ -53,11 +54,11 @@ def time_steps(task: Task) -> Iterator[Line]:
 
 
 def measure(name: str, task: Task) -> Iterator[Line]:
-    """Yield figures as they come."""
+    """Yield a line for the first steps, one for the speed, and one for the profile."""
     config = config_of(name, task.tiny)
     steps = compute.fixed_steps(config, Ranks(), task.device)
     if steps.step.grad_scaler is not None:
-        steps.step.grad_scaler.scale.fill_(2.0**8)  # a run finds it by failing first
+        steps.step.grad_scaler.scale.fill_(2.0**8)  # a run finds this scale after some skipped updates
     began = time.perf_counter()
     steps.warm_up()
     first = time.perf_counter() - began
@@ -72,9 +73,11 @@ def measure(name: str, task: Task) -> Iterator[Line]:
     said += f", peak {memory['peak_bytes'] / 2**30:.1f} GiB" if memory else ""
     problem = {"problem": f"{skipped} updates were skipped"} if skipped else {}
     yield {"name": name, "said": said, **figures, **memory, **problem}
+    # --- profile, after the measurement because it slows the steps down ---
     events = profile_steps(steps, compute.PROFILED_STEPS, task.device)
     phases = compute.phase_figures(events, compute.PROFILED_STEPS, task.device)
-    kernels = longest_kernels(events, DeviceType.CUDA if task.device.type == "cuda" else DeviceType.CPU)
+    where = DeviceType.CUDA if task.device.type == "cuda" else DeviceType.CPU
+    kernels = longest_kernels(events, where)
     yield {"name": f"{name} profile", "phases": phases, "kernels": kernels}
 
 
@@ -84,20 +87,22 @@ def config_of(name: str, tiny: bool) -> Config:
     if tiny:
         compiled = name == COMPILED_IN_REHEARSALS and shutil.which("g++") is not None
         settings = {**settings, "compile": "true" if compiled else "false", "autotune": False}
-        settings |= {"precision": "fp32"} if compiled else {}  # fewer kernels
+        if compiled:
+            settings["precision"] = "fp32"  # has fewer kernels to compile
     config = TINY if tiny else RECIPE
     return replace(config, model=replace(config.model, **model), **settings)
 
 
 def longest_kernels(events: list[Any], where: DeviceType) -> list[dict[str, Any]]:
-    """Return name, calls and milliseconds of a profiled step for what took longest (on a CPU: operators and what they call)."""
+    """Return name, calls and milliseconds in a step of the longest kernels (on a CPU: operators, with those that they call)."""
     times: dict[str, list[float]] = {}
     for event in events:
         if event.device_type() == where and not event.is_user_annotation():
             times.setdefault(event.name()[:120], []).append(event.duration_ns() / 1e6)
     steps = compute.PROFILED_STEPS
     kernels = [{"name": name, "calls": len(ms) / steps, "ms": sum(ms) / steps} for name, ms in times.items()]
-    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:KERNELS]
+    kernels.sort(key=lambda kernel: -kernel["ms"])
+    return kernels[:KERNELS]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""wmse bench: every kind measures, prints JSON on the last line, and refuses what it has no use for."""
+"""wmse bench: every kind measures, prints JSON on the last line, and refuses options that it does not use."""
 
 import json
 from collections.abc import Sequence
@@ -134,19 +134,19 @@ def test_the_settings_of_the_method_do_not_concern_a_loader(tiny_config: Path) -
         ("loader", "--config"),
         ("compute --config TINY --sweep", "sweep"),
         ("loader --config TINY --profile trace.json", "profile"),
-        ("compute --config TINY --seconds 0", "give a time above 0"),
-        ("compute --config TINY --seconds nan", "give a time above 0"),
-        ("compute --config TINY --out .", "is a folder; name a file"),
+        ("compute --config TINY --seconds 0", "give a number of seconds above 0"),
+        ("compute --config TINY --seconds nan", "give a number of seconds above 0"),
+        ("compute --config TINY --out .", "is a folder: give the name of a file"),
         ("compute --config TINY --plot x.txt", "ends in .png"),
-        ("compute --config TINY --profile nowhere/x.json", "there is no folder nowhere"),
-        ("checkpoint --config TINY --folder nowhere", "there is no such folder"),
+        ("compute --config TINY --profile nowhere/x.json", "the folder nowhere does not exist"),
+        ("checkpoint --config TINY --folder nowhere", "nowhere: this folder does not exist"),
         ("loss --plot x.png", "nothing to draw"),
         ("loss --shapes 2,16", "--shapes '2,16'"),
-        ("loss --sweep --shapes 2,16,8,4,1", "give one of them"),
+        ("loss --sweep --shapes 2,16,8,4,1", "give only one of them"),
         ("loss --config x.yaml", "no config file x.yaml"),
         ("loss --config TINY --ranks 3", "3 ranks can't share evenly"),
         ("loss --config TINY --ranks 0", "--ranks is 0"),
-        ("loss --ranks 2 --wmse.eps 1e-4", "no use for --ranks --wmse.eps 1e-4 without --config"),
+        ("loss --ranks 2 --wmse.eps 1e-4", "uses --ranks --wmse.eps 1e-4 only together with --config"),
     ],
 )
 def test_what_has_no_effect_is_refused(
@@ -166,4 +166,4 @@ def test_torchrun_starts_only_kinds_that_measure_several_ranks(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(["bench", "loader", "--config", str(tiny_config)]) == 2
-    assert "measures one process" in capsys.readouterr().err
+    assert "measures a single process" in capsys.readouterr().err

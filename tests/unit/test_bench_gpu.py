@@ -106,10 +106,11 @@ def test_a_backend_that_computes_something_else_is_noticed(
 
 
 def test_a_step_with_another_loss_is_noticed() -> None:
-    variant = check_step.Variant("fp32", parts=2)
+    variant = check_step.Variant("fp32", micro_batches=2)
     expected = check_step.float32_loss(check_step.TINY, 2, CPU)
     assert "problem" not in check_step.check(check_step.TINY, variant, CPU, expected)
-    assert check_step.check(check_step.TINY, variant, CPU, expected + 0.2)["problem"] == "another loss than in float32"
+    wrong = check_step.check(check_step.TINY, variant, CPU, expected + 0.2)
+    assert wrong["problem"] == "the loss differs too much from that in float32"
 
 
 def test_the_targets_of_the_whitening_are_judged() -> None:

@@ -44,7 +44,7 @@ def test_a_terminal_shows_the_same_figures_and_what_was_not_run(capsys: pytest.C
 
 
 def test_the_tables_of_the_document_are_those_of_the_results() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text()
+    text = (ROOT / "docs" / "measurements.md").read_text()
     places = re.findall(r"<!-- table (\S+)(?: (\S+))? -->\n(.*?)<!-- /table -->", text, re.DOTALL)
     assert len(places) > 8
     for file, part, table in places:

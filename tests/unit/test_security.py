@@ -224,7 +224,7 @@ def test_a_compressed_shard_is_called_as_the_shard_is(tmp_path: Path) -> None:
     (tmp_path / "set/.wmse_index").mkdir(parents=True)
     with shard.open("wb") as file, gzip.GzipFile("../../evil.tar", "wb", fileobj=file) as packed:
         packed.write((tmp_path / "plain.tar").read_bytes())
-    for name in ("train-000000.tar", ".gitignore", "train.index", "train.bad.txt"):
+    for name in ("train-000000.tar", ".gitignore", "train.index", "train.skipped.txt"):
         (tmp_path / "set/.wmse_index" / name).symlink_to(victim)
     index = open_index(tmp_path / "set", "train")
     assert index.read(0) == picture()
@@ -260,7 +260,7 @@ def test_prepare_takes_no_tars_and_writes_into_its_folder_only(
     before = files_below(tmp_path)
     assert main(["prepare", str(tmp_path / "folder"), str(tmp_path / "dest")]) == 0
     new = set(files_below(tmp_path)) - set(before)
-    assert new == {f"dest/{name}" for name in ("train-000000.tar", "train.index", "train.bad.txt", "dataset.json")}
+    assert new == {f"dest/{name}" for name in ("train-000000.tar", "train.index", "train.skipped.txt", "dataset.json")}
     with tarfile.open(tmp_path / "dest/train-000000.tar") as tar:
         assert all(m.isreg() and "/" not in m.name and not m.name.startswith(".") for m in tar)
     assert victim.read_bytes() == b"victim"

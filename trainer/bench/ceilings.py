@@ -1,4 +1,4 @@
-"""The best rates of this machine, and what a training step and the loss take at least at these rates."""
+"""Measure the best rates of this machine, and compute lower bounds for the loss and the training step from them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MODEL_PRODUCTS = {
     "cuda": ((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192)),
 }
 COPY_BYTES = tuple(2**power for power in (18, 20, 22, 24, 26, 28))  # from a core's cache to memory
-LARGE_COPY = 2**26  # activations of a step do not fit a cache, and neither does a copy of this size
-SLOW_PRODUCT = 20  # a larger product takes up to 64 times as long as the one before
+LARGE_COPY = 2**26  # does not fit a cache, like the activations of a step
+SLOW_PRODUCT = 20  # stop at a product that takes more than 1/20 of the time: the next takes up to 64 times as long
 
 MEANING = {
     "flop_per_view": "forward and backward of the networks, a multiplication and an addition counted as two; convolutions and "
-    "products only; the loss is left out",
-    "bytes_per_view": "the least: what a forward keeps for backward (trainer/tools/memory.py), written once and read once",
+    "products only, without the loss",
+    "bytes_per_view": "lower bound: what forward keeps for backward (trainer/tools/memory.py), written once and read once",
     "matmul_tflops": "best product of this machine in the model's precision, 1e12 operations a second",
     "copy_gb_per_s": "best copy of 64 MiB or more, 1e9 bytes read and written a second",
-    "roofline_views_per_s": "of a rank: the smaller of matmul_tflops over flop_per_view and copy_gb_per_s over bytes_per_view",
+    "roofline_views_per_s": "for a rank: the smaller of matmul_tflops over flop_per_view and copy_gb_per_s over bytes_per_view",
     "flop_utilisation": "measured views a second of a rank times flop_per_view, over matmul_tflops",
     "traffic_utilisation": "measured views a second of a rank times bytes_per_view, over copy_gb_per_s",
 }
@@ -52,7 +52,7 @@ class Ceilings(NamedTuple):
         return {"gflops": self.gflops, "copy_gb_per_s": copies}
 
     def copy_of_at_least(self, num_bytes: int) -> float:
-        """Return the best rate of copies as large or larger: smaller ones may stay in a cache."""
+        """Return the best rate of copies of at least this size, because smaller copies may stay in a cache."""
         larger = [rate for size, rate in self.copy_gb_per_s.items() if size >= num_bytes]
         return max(larger, default=self.copy_gb_per_s[max(self.copy_gb_per_s)])
 
@@ -69,15 +69,19 @@ def measure_ceilings(
         for shape in shapes:
             products[shape] = window = timed(_product(*shape, device, dtype), device)
             window(1)
-            if window(1) > seconds / SLOW_PRODUCT:  # this precision is emulated: a larger product would take minutes
+            # In an emulated precision a larger product would take minutes.
+            if window(1) > seconds / SLOW_PRODUCT:
                 break
         copies = {num_bytes: timed(_copy(num_bytes, device), device) for num_bytes in COPY_BYTES}
         product_seconds = interleave(products, seconds / 2)
         copy_seconds = interleave(copies, seconds / 2)
-    return Ceilings(
-        max(2 * batch * rows * size**2 / min(times) / 1e9 for (batch, rows, size), times in product_seconds.items()),
-        {num_bytes: 2 * num_bytes / min(times) / 1e9 for num_bytes, times in copy_seconds.items()},
-    )
+    # A multiplication and an addition count as two operations; a copy reads and writes each byte.
+    gflops = []
+    for (batch, rows, size), times in product_seconds.items():
+        operations = 2 * batch * rows * size**2
+        gflops.append(operations / min(times) / 1e9)
+    copy_gb_per_s = {num_bytes: 2 * num_bytes / min(times) / 1e9 for num_bytes, times in copy_seconds.items()}
+    return Ceilings(max(gflops), copy_gb_per_s)
 
 
 def _product(batch: int, rows: int, size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
@@ -94,16 +98,19 @@ def _copy(num_bytes: int, device: torch.device) -> Callable[[], Any]:
 
 
 def loss_floor(shape: LossShape, ceilings: Ceilings) -> dict[str, Any]:
-    """Return flops, bytes, floor_us (the longer of both at the best rates) and bound ("arithmetic" or "memory") of the loss.
+    """Return a lower bound of the time of the loss, forward and backward.
+
+    Returns flops, bytes, floor_us (the longer time of the two at the best rates) and bound ("arithmetic" or "memory").
 
     Flops of a slice of M rows and size k: five products (covariance, z, G^T Z, Z H and the one by W, kernels/README.md) of
-    2 M k^2 each, and factor and inverse of a triangle, 2/3 k^3. Means, norms and distances are O(M k) and left out.
+    2 M k^2 each, and factor and inverse of a triangle, 2/3 k^3. Means, norms and distances are O(M k) and are neglected.
 
     Bytes: every iteration reads v in forward and again in backward, since z is never stored, and the gradient is written once:
     (2 iterations + 1) d N k floats. The time to launch operators is not included.
     """
     rows, size = shape.slice_size, shape.embedding_size
-    flops = shape.num_slices * (10 * rows * size**2 + 2 / 3 * size**3)
+    flops_per_slice = 10 * rows * size**2 + 2 / 3 * size**3
+    flops = shape.num_slices * flops_per_slice
     v_bytes = shape.num_views * shape.num_images * size * FLOAT_BYTES
     num_bytes = (2 * shape.iterations + 1) * v_bytes
     arithmetic_us = flops / ceilings.gflops / 1e3
@@ -119,11 +126,17 @@ def loss_floor(shape: LossShape, ceilings: Ceilings) -> dict[str, Any]:
 def measure_roofline(
     config: Config, device: torch.device, dtype: torch.dtype | None, *, views: int, views_per_s: float, seconds: float
 ) -> dict[str, Any]:
-    """Return what MEANING says for a rank that puts `views` through the model at once. dtype: of autocast."""
+    """Return the figures that MEANING explains.
+
+    views: views that a rank puts through the model at once. views_per_s: measured speed of that rank. dtype: of autocast; None:
+    float32.
+    """
     ceilings = measure_ceilings(device, seconds, MODEL_PRODUCTS[device.type], dtype or torch.float32)
     copy_gb_per_s = ceilings.copy_of_at_least(LARGE_COPY)
     flop_per_view = count_flop_per_view(config, device, dtype)
-    bytes_per_view = 2 * estimate_memory(config, views, device).kept / views
+    kept_bytes = estimate_memory(config, views, device).kept
+    bytes_per_view = 2 * kept_bytes / views
+    # Views per second at each of the two best rates; the slower one limits the step.
     by_flop = ceilings.gflops * 1e9 / flop_per_view
     by_traffic = copy_gb_per_s * 1e9 / bytes_per_view
     return {
@@ -140,11 +153,15 @@ def measure_roofline(
 
 
 def count_flop_per_view(config: Config, device: torch.device, dtype: torch.dtype | None) -> float:
-    """Count the arithmetic of an eager forward and backward of few views."""
+    """Count the floating-point operations of an eager forward and backward of a few views, per view."""
+    # Collectives and recomputed blocks are not part of the model's arithmetic.
     model = replace(config.model, batch_norm_ranks="local", activation_checkpointing=False)
-    networks = config.method_settings.build(replace(config, model=model), Ranks(), device).networks
-    views, size = 2 * config.views.num_views, config.views.size
-    pixels = torch.zeros(views, 3, size, size, dtype=torch.uint8, device=device).to(memory_format=torch.channels_last)
+    method = config.method_settings.build(replace(config, model=model), Ranks(), device)
+    networks = method.networks
+    views = 2 * config.views.num_views
+    size = config.views.size
+    pixels = torch.zeros(views, 3, size, size, dtype=torch.uint8, device=device)
+    pixels = pixels.to(memory_format=torch.channels_last)
     with FlopCounterMode(display=False) as counter:
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             embeddings = networks(pixels)

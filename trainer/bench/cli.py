@@ -1,4 +1,4 @@
-"""wmse bench KIND ...: the options of each kind, and the function that measures it. Each imports only what it runs."""
+"""The command line of `wmse bench KIND`: options and measuring function of each kind. A function imports only what it runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 Options = argparse.Namespace
 Result = dict[str, Any]
 Measure = Callable[[Options, Sequence[str]], "Result | None"]
-OVER_RANKS = ("compute", "end2end")  # kinds that torchrun may start
+OVER_RANKS = ("compute", "end2end")  # kinds that also run under torchrun
 PICTURES = (".png", ".pdf", ".svg")
 GROWTH_LINES = ("num_views", "images_per_rank", "embedding_size", "ranks", "images_of_set")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Add a sub-parser for each kind, and return them."""
+    """Add a sub-parser for each kind of measurement, and return them."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    # Options that several kinds share, each in a parent of the sub-parsers.
     common = _common_options()
     experiment = _options("--config", type=Path, action="append", required=True, metavar="FILE", help=_CONFIG_HELP)
     sweep = _options("--sweep", action="store_true", help=_SWEEP_HELP)
-    plot = _options("--plot", type=_picture, metavar="PNG", help="draw the result")
-    profile = _options("--profile", type=_new_file, metavar="JSON", help="write a trace for chrome://tracing")
+    plot = _options("--plot", type=_picture, metavar="PNG", help="draw the result into this file")
+    profile = _options(
+        "--profile", type=_new_file, metavar="JSON", help="write the profiler's trace for chrome://tracing"
+    )
     folder = _options("--folder", type=_folder, metavar="DIR", help=_FOLDER_HELP)
 
     def add(name: str, measure: Measure, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -38,41 +41,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentPars
         kind.set_defaults(measure=measure)
         return kind
 
-    loss = add("loss", _loss, "the loss alone: the authors' loop and every backend of the whitening", sweep, plot)
-    loss.add_argument("--config", type=Path, action="append", metavar="FILE", help="an experiment, for one rank's step")
-    loss.add_argument("--ranks", type=int, metavar="R", help="ranks that share the experiment's step (default 1)")
-    loss.add_argument("--shapes", nargs="+", metavar="d,N,M,k,it", help=_SHAPES_HELP)
-    add("loader", _loader, "the loader alone, from a cold and a warm page cache", experiment, sweep)
-    compute = add("compute", _compute, "the training step on synthetic images", experiment, plot, profile)
-    compute.add_argument(
-        "--batch_norm", action="store_true", help="compare BatchNorm's ways to take statistics as well"
+    loss = add("loss", _loss, "measure the loss alone: the authors' loop and every whitening backend", sweep, plot)
+    loss.add_argument(
+        "--config", type=Path, action="append", metavar="FILE", help="measure one rank's step of this experiment"
     )
-    add("end2end", _end2end, "the loop on real images, and where a step's time goes", experiment, plot, profile)
-    add("checkpoint", _checkpoint, "saving and loading a checkpoint", experiment, folder)
-    growth = add("growth", _growth, "how cost grows with views, batch, embedding size, ranks, set", experiment, plot)
-    growth.add_argument("--lines", nargs="+", choices=GROWTH_LINES, metavar="NAME", help=", ".join(GROWTH_LINES))
-    add("all", _all, "all of these but growth, and a summary", experiment, plot, folder)
+    loss.add_argument(
+        "--ranks", type=int, metavar="R", help="number of ranks that divide the experiment's global batch (default 1)"
+    )
+    loss.add_argument("--shapes", nargs="+", metavar="d,N,M,k,it", help=_SHAPES_HELP)
+    add("loader", _loader, "measure the loader alone, with a cold and a warm page cache", experiment, sweep)
+    compute = add("compute", _compute, "measure the training step on synthetic images", experiment, plot, profile)
+    compute.add_argument("--batch_norm", action="store_true", help="also compare the ways to take BatchNorm statistics")
+    add("end2end", _end2end, "measure the loop on real images, and each part of a step", experiment, plot, profile)
+    add("checkpoint", _checkpoint, "measure how long it takes to save and load a checkpoint", experiment, folder)
+    growth = add(
+        "growth",
+        _growth,
+        "measure how the cost grows with views, batch size, embedding size, ranks, set",
+        experiment,
+        plot,
+    )
+    growth.add_argument(
+        "--lines",
+        nargs="+",
+        choices=GROWTH_LINES,
+        metavar="NAME",
+        help=f"measure only these of {', '.join(GROWTH_LINES)}",
+    )
+    add("all", _all, "run all kinds except growth, and summarise them", experiment, plot, folder)
     return list(kinds.choices.values())
 
 
-_CONFIG_HELP = "the experiment: YAML, or the name of a recipe in configs/; a later file overrides those before it"
+_CONFIG_HELP = (
+    "experiment to measure: a YAML file or the name of a recipe in configs/; later files override earlier ones"
+)
 _SWEEP_HELP = (
-    "loss: the whitening alone over numbers, rows and sizes of slices; loader: its settings, naming the fastest"
+    "loss: measure the whitening alone for various numbers of slices, rows and sizes; loader: try its settings"
 )
 _SHAPES_HELP = (
-    "views, images, slice size, embedding size and iterations of each measurement (default: those of the recipes)"
+    "measure these shapes: views, images, slice size, embedding size, iterations (default: those of the recipes)"
 )
-_FOLDER_HELP = "where checkpoints are written, and deleted afterwards (default: the system's temporary folder)"
+_FOLDER_HELP = "write checkpoints here and delete them afterwards (default: the system's temporary folder)"
 
 
 def _common_options() -> argparse.ArgumentParser:
-    common = _options("--seconds", type=_seconds, default=20.0, metavar="S", help="time to measure for (default 20)")
-    common.add_argument("--out", type=_new_file, metavar="FILE", help="write the JSON to this file as well")
+    common = _options(
+        "--seconds", type=_seconds, default=20.0, metavar="S", help="time to measure in seconds (default 20)"
+    )
+    common.add_argument("--out", type=_new_file, metavar="FILE", help="also write the JSON to this file")
     return common
 
 
 def _options(*names: str, **keywords: Any) -> argparse.ArgumentParser:
-    """Return a parent of sub-parsers with one option."""
+    """Return a parser with one option, as a parent of sub-parsers."""
     parent = argparse.ArgumentParser(add_help=False)
     parent.add_argument(*names, **keywords)
     return parent
@@ -84,16 +105,16 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give a time above 0")
+        raise argparse.ArgumentTypeError(f"{text}: give a number of seconds above 0")
     return seconds
 
 
 def _new_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+        raise argparse.ArgumentTypeError(f"{path} is a folder: give the name of a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
+        raise argparse.ArgumentTypeError(f"{path}: the folder {path.parent} does not exist: create it first")
     return path
 
 
@@ -105,24 +126,27 @@ def _picture(text: str) -> Path:
 
 def _folder(text: str) -> Path:
     if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no such folder; make it first")
+        raise argparse.ArgumentTypeError(f"{text}: this folder does not exist: create it first")
     return Path(text)
 
 
 def run_bench(own: Options, settings: Sequence[str]) -> int:
-    """Measure, print a table, write and draw; JSON on the last line of stdout. Returns the exit code."""
+    """Measure, print a table and the JSON on the last line of stdout, write and draw. Returns the exit code."""
     from trainer.distributed.ranks import find_ranks
 
     if own.kind not in OVER_RANKS and find_ranks().world_size > 1:
-        raise InputError(f"wmse bench {own.kind} measures one process: start it without torchrun")
+        raise InputError(f"wmse bench {own.kind} measures a single process: start it without torchrun")
     if getattr(own, "plot", None):
         if own.kind == "loss" and not own.sweep:
-            raise InputError("--plot has nothing to draw of wmse bench loss without --sweep")
+            raise InputError(
+                "--plot has nothing to draw for wmse bench loss without --sweep: add --sweep or omit --plot"
+            )
         from trainer.bench.plot import load_matplotlib
 
-        load_matplotlib()  # before anything is measured
+        load_matplotlib()  # fails before the measurement, not after it
     result = own.measure(own, settings)
-    if result is None:  # on all ranks but the first
+    # Only rank 0 has a result.
+    if result is None:
         return DONE
     if own.config is not None:
         result |= {"config": " ".join(map(str, own.config)), "overrides": list(settings)}
@@ -139,7 +163,7 @@ def _show(result: Result, own: Options) -> None:
 
         write_text(own.out, text + "\n")
     print_report(result)
-    print(text, flush=True)  # before the drawing, which may fail
+    print(text, flush=True)  # printed before drawing, which may fail
     if getattr(own, "plot", None):
         from trainer.bench.plot import draw
 
@@ -153,8 +177,9 @@ def _config(own: Options, settings: Sequence[str], *, check_method: bool = True)
 
 
 def _loss(own: Options, settings: Sequence[str]) -> Result:
-    if sum((own.config is not None, bool(own.shapes), own.sweep)) > 1:
-        raise InputError("--config, --shapes and --sweep each say what is measured: give one of them")
+    choices = (own.config is not None, bool(own.shapes), own.sweep)
+    if sum(choices) > 1:
+        raise InputError("--config, --shapes and --sweep each choose what to measure: give only one of them")
     if own.config is not None:
         from trainer.bench.loss import bench_config
 
@@ -163,8 +188,9 @@ def _loss(own: Options, settings: Sequence[str]) -> Result:
             raise InputError(f"--ranks is {ranks}: give at least 1")
         return bench_config(_config(own, settings), ranks, own.seconds)
     if settings or own.ranks is not None:
-        ignored = " ".join(["--ranks"] * (own.ranks is not None) + list(settings))
-        raise InputError(f"wmse bench loss has no use for {ignored} without --config FILE")
+        ranks_option = ["--ranks"] if own.ranks is not None else []
+        ignored = " ".join([*ranks_option, *settings])
+        raise InputError(f"wmse bench loss uses {ignored} only together with --config FILE")
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Measure how fast a step is without a loader: the real `TrainStep` on batches that lie on the device already."""
+"""Measure the speed of a step without a loader: the real `TrainStep` on batches that are already on the device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from trainer.run.machine import provenance
 from trainer.setup import build_step, check_device
 from trainer.step import TrainStep
 
-WARMUP_STEPS = 3  # they compile, autotune and allocate; none of them is measured
+WARMUP_STEPS = 3  # compile, autotune and allocate; they are not measured
 PROFILED_STEPS = 3
-BATCHES = 2  # in turns, so that no step finds its input in a cache
-CEILING_SECONDS = 3.0  # at most, for the machine's best rates
-COARSE_CELLS = (
-    5  # of a side of a synthetic image: noise of single pixels would look the same to an encoder that averages
-)
+BATCHES = 2  # alternate, so that no step finds its input in a cache
+CEILING_SECONDS = 3.0  # longest time to measure the machine's best rates
+# Cells along each edge of a synthetic image. An encoder averages pixels, so noise of single pixels would make all images alike.
+COARSE_CELLS = 5
 BATCH_NORMS = {  # name -> how BatchNorm takes its statistics
     "joint_local": ("joint", "local"),
     "per_view_local": ("per_view", "local"),
@@ -39,13 +38,14 @@ BATCH_NORMS = {  # name -> how BatchNorm takes its statistics
 def bench_compute(
     config: Config, seconds: float, *, trace: Path | None = None, batch_norm: bool = False
 ) -> dict[str, Any] | None:
-    """Measure steps of one rank, or of all ranks under torchrun, for about `seconds`. No images are needed.
+    """Measure steps of one rank, or of all ranks under torchrun, for about `seconds`. This needs no images.
 
-    trace: file for the profiler's trace. batch_norm: measure BATCH_NORMS as well, in turns.
-    Returns a dict for JSON, None on all ranks but the first:
+    trace: file for the profiler's trace. batch_norm: measure BATCH_NORMS as well, in alternating windows.
+    Returns a dict for JSON on rank 0, None on the others:
     views_per_s (of all ranks) and step_ms: median and quartiles of windows, without the warm-up.
-    phases: milliseconds of a step in each, on the host; on a GPU also of the device (`phases.device_ms`).
-    roofline: see `ceilings.MEANING`. skipped_steps: their update is not in the time.
+    phases: milliseconds of a step in each phase on the host; on a GPU also on the device (`phases.device_ms`).
+    roofline: see `ceilings.MEANING`.
+    skipped_steps: number of skipped updates; the time of these steps is without the update.
     """
     ranks = find_ranks()
     device = choose_device(config, ranks)
@@ -58,11 +58,13 @@ def bench_compute(
         return None
     from trainer.bench.ceilings import measure_roofline
 
+    # Compare with the best speed that this machine can reach.
+    micro_batch = steps.step.images.count // steps.step.micro_batches
     result["roofline"] = measure_roofline(
         config,
         device,
         steps.step.autocast_dtype,
-        views=steps.step.images.count // steps.step.micro_batches * config.views.num_views,
+        views=micro_batch * config.views.num_views,
         views_per_s=result["views_per_s_a_rank"],
         seconds=min(CEILING_SECONDS, seconds / 4),
     )
@@ -70,15 +72,17 @@ def bench_compute(
 
 
 class FixedSteps:
-    """A step on a few fixed batches in turns: call it for one update.
+    """A training step on a few fixed batches that alternate. A call makes one update.
 
-    The learning rate is 0, so that weights stay as they are and every window has the same work."""
+    The learning rate is 0, so that weights do not change and every window has the same work."""
 
     def __init__(self, config: Config, step: TrainStep) -> None:
         self.config = config
         self.step = step
         self.device = step.device
-        self._batches = [synthetic_views(config, step.images.count, step.device, seed) for seed in range(BATCHES)]
+        images = step.images.count
+        self._batches = [synthetic_views(config, images, step.device, seed) for seed in range(BATCHES)]
+        # The count stays on the device, because reading it would make each step wait.
         self._skipped = torch.zeros((), dtype=torch.int64, device=step.device)
         self._calls = 0
 
@@ -88,13 +92,13 @@ class FixedSteps:
         self._skipped += self.step(batch, 0, 0.0).skipped
 
     def take_skipped(self) -> int:
-        """Return the number of updates that were skipped since the last call."""
+        """Return the number of updates that were skipped since the last call of this method."""
         skipped = int(self._skipped)
         self._skipped.zero_()
         return skipped
 
     def warm_up(self) -> None:
-        """Make the first steps, which compile and allocate. The peak of memory counts from here."""
+        """Make the first steps, which compile and allocate, and reset the peak of the memory."""
         for _ in range(WARMUP_STEPS):
             self()
         synchronize(self.device)
@@ -108,45 +112,52 @@ class FixedSteps:
     def times(self, seconds: float) -> list[float]:
         """Return the seconds of a step in each window of about `seconds`. Every rank calls this, after the warm-up."""
         windows = {"step": self.window()}
-        return interleave(windows, seconds, ranks=self.step.ranks, min_calls=MIN_CALLS[self.device.type])["step"]
+        min_calls = MIN_CALLS[self.device.type]
+        return interleave(windows, seconds, ranks=self.step.ranks, min_calls=min_calls)["step"]
 
 
 def fixed_steps(config: Config, ranks: Ranks, device: torch.device) -> FixedSteps:
-    """Build the step of `config` and its batches. Raises InputError if the settings don't fit device or ranks."""
+    """Build the step of `config` and its batches. Raises InputError if the settings do not fit device or ranks."""
     check_device(config, device)
     return FixedSteps(config, build_step(config, ranks, device))
 
 
 def synthetic_views(config: Config, images: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Draw (d*images, 3, S, S) uint8, channels_last: smooth random images, all different."""
-    views, size = config.views.num_views * images, config.views.size
+    """Draw smooth random images that all differ, (d * images, 3, S, S) uint8, channels_last."""
+    views = config.views.num_views * images
+    size = config.views.size
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(views, 3, COARSE_CELLS, COARSE_CELLS, generator=generator).to(device)
     out = torch.empty(views, 3, size, size, dtype=torch.uint8, device=device, memory_format=torch.channels_last)
-    for first in range(0, views, 64):  # in parts: float32 images of a whole step would be the peak of memory
+    # Enlarge few at a time, because float32 images of a whole step would set the peak of memory.
+    for first in range(0, views, 64):
         part = slice(first, first + 64)
-        out[part] = 255 * F.interpolate(coarse[part], size=size, mode="bilinear", align_corners=True)
+        smooth = F.interpolate(coarse[part], size=size, mode="bilinear", align_corners=True)
+        out[part] = 255 * smooth
     return out
 
 
 def measure_compute(steps: FixedSteps, seconds: float, trace: Path | None = None) -> dict[str, Any]:
-    """Warm up, measure and profile. Every rank calls this."""
+    """Warm up, measure and profile the steps. Every rank calls this."""
     device = steps.device
     is_first = steps.step.ranks.is_first
     steps.warm_up()
     steps.take_skipped()
     result = {**step_figures(steps.times(seconds), steps), **peak_memory(device)}
-    result["parameters"] = sum(p.numel() for p in steps.step.method.networks.parameters())
-    result["skipped_steps"] = steps.take_skipped()
-    if result["skipped_steps"] and is_first:
-        print(f"note: {result['skipped_steps']} steps were skipped: their time is without the update", file=sys.stderr)
+    networks = steps.step.method.networks
+    result["parameters"] = sum(p.numel() for p in networks.parameters())
+    # A skipped update takes less time, so say that the figures contain some.
+    skipped = steps.take_skipped()
+    result["skipped_steps"] = skipped
+    if skipped and is_first:
+        print(f"note: {skipped} updates were skipped; the time of these steps is without the update", file=sys.stderr)
     events = profile_steps(steps, PROFILED_STEPS, device, trace if is_first else None)
     result["phases"] = phase_figures(events, PROFILED_STEPS, device)
     return result
 
 
 def step_figures(seconds: Sequence[float], steps: FixedSteps) -> dict[str, Any]:
-    """Turn the seconds of a step in each window into views_per_s (of all ranks), its quartiles and step_ms."""
+    """Convert the seconds of a step in each window to views_per_s (of all ranks), its quartiles, and step_ms."""
     views = steps.config.data.images_per_step * steps.config.views.num_views
     rates = spread([views / each for each in seconds])
     return {
@@ -158,7 +169,7 @@ def step_figures(seconds: Sequence[float], steps: FixedSteps) -> dict[str, Any]:
 
 
 def phase_figures(events: list[Any], steps: int, device: torch.device) -> dict[str, Any]:
-    """Return milliseconds and percent of the phases of profiled steps, on the host and, on a GPU, on the device."""
+    """Return milliseconds and percent of each phase of profiled steps: on the host and, on a GPU, on the device."""
     host = host_ms(events, steps)
     figures: dict[str, Any] = {"host_ms": host, "percent": percent_of(host, sum(host.values()))}
     if device.type == "cuda":
@@ -169,12 +180,12 @@ def phase_figures(events: list[Any], steps: int, device: torch.device) -> dict[s
 
 
 def percent_of(parts: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Return the share of each part in the whole."""
+    """Return each part in percent of the whole."""
     return {name: 100 * value / whole for name, value in parts.items()}
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return, on CUDA, the most memory that torch used since the warm-up, and reserved."""
+    """Return the peak of torch's used and reserved GPU memory since the warm-up in bytes; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     return {
@@ -184,7 +195,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def sizes(config: Config, device: torch.device, ranks: Ranks) -> dict[str, Any]:
-    """Return what was measured, for the head of a result."""
+    """Return the settings that were measured, for the head of a result."""
     dtype = autocast_dtype(config, device)
     return {
         "images_per_step": config.data.images_per_step,
@@ -203,17 +214,26 @@ def sizes(config: Config, device: torch.device, ranks: Ranks) -> dict[str, Any]:
 
 
 def _batch_norms(config: Config, ranks: Ranks, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Return step_ms of each way to take statistics, and by how many percent its median is above that of joint_local."""
+    """Return step_ms of each way to take BatchNorm statistics, and the percentage of its median above that of joint_local."""
     windows: dict[str, Window] = {}
     for name, (over_views, over_ranks) in BATCH_NORMS.items():
         if over_ranks == "all" and ranks.world_size == 1:
-            continue  # equals joint_local
-        changes: Any = {"encoder_batch_norm": over_views, "projector_batch_norm": over_views}
-        model = replace(config.model, **changes, batch_norm_ranks=over_ranks)  # type: ignore[arg-type]
+            continue  # the same as joint_local
+        changes: Any = {
+            "encoder_batch_norm": over_views,
+            "projector_batch_norm": over_views,
+            "batch_norm_ranks": over_ranks,
+        }
+        model = replace(config.model, **changes)
         steps = fixed_steps(replace(config, model=model), ranks, device)
         steps.warm_up()
         windows[name] = steps.window()
     samples = interleave(windows, seconds, ranks=ranks, min_calls=MIN_CALLS[device.type])
     times = {name: spread(values, 1e3) for name, values in samples.items()}
+    # Every other way is compared with joint_local, which needs no collective.
     base = times["joint_local"]["median"]
-    return {name: {"step_ms": time, "percent_above": 100 * (time["median"] / base - 1)} for name, time in times.items()}
+    found = {}
+    for name, time in times.items():
+        percent_above = 100 * (time["median"] / base - 1)
+        found[name] = {"step_ms": time, "percent_above": percent_above}
+    return found

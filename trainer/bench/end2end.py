@@ -1,6 +1,6 @@
-"""Measure how fast training is and where a step's time goes: the real loop on a real set, watched through its loader.
+"""Measure the speed of training and the time of each part of a step: the real loop on a real set, watched through its loader.
 
-A step lasts from the moment that the loop gets its batch to the moment that it gets the next one.
+A step lasts from the moment when the loop gets its batch to the moment when it gets the next one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainer.run.signals import StopRequest
 from trainer.run.state import RunState
 from trainer.setup import Run, build_loader, set_up
 
-WARMUP_STEPS = 5  # the loader's read-ahead fills, and what is compiled is compiled
-PROFILED_STEPS = 5  # at least
-PROFILED_SHARE = 0.25  # at most, of the number of measured steps
+WARMUP_STEPS = 5  # fill the loader's read-ahead, and compile
+PROFILED_STEPS = 5  # smallest number of profiled steps
+PROFILED_SHARE = 0.25  # largest number of profiled steps, as a share of the measured ones
 MAX_WINDOWS = 10
-COMPUTE_SHARE = 0.3  # of the time, half before and half after the loop, for the step alone
-ENDLESS_EPOCHS = 1_000_000  # the time ends the run, not the set
+COMPUTE_SHARE = 0.3  # share of the time for the step alone, half before and half after the loop
+ENDLESS_EPOCHS = 1_000_000  # the clock ends the run
 
 Train = Callable[..., int]  # `loop.train`, which only the command line imports
 
@@ -44,11 +44,13 @@ def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path |
     """Measure the loop for about `seconds`, and the same step alone before and after it.
 
     train: `trainer.loop.train`. trace: file for the profiler's trace.
-    Returns a dict for JSON, None on all ranks but the first:
-    views_per_s: median and quartiles of windows, without profiler and warm-up; compute: the step alone; share_of_compute.
-    step: milliseconds and percent of a step in each part, from profiled steps (`host_parts`; on a GPU also `device_parts`), and
-    loop_overhead_percent: all but waiting for data, forward, loss, backward and update, and with several ranks but "agree",
-    where they wait for the slowest. skipped_steps: steps of the run whose update was skipped.
+    Returns a dict for JSON on rank 0, None on the others:
+    views_per_s: median and quartiles of windows, without profiler and warm-up.
+    compute: the figures of the step alone. share_of_compute: views_per_s over that of the step alone.
+    step: milliseconds and percent of each part of a profiled step (`host_parts`; on a GPU also `device_parts`).
+    step.loop_overhead_percent: everything except waiting for data, forward, loss, backward and update. With several ranks it
+    excludes "agree" as well, where they wait for the slowest.
+    skipped_steps: number of steps of the run whose update was skipped.
     """
     ranks = find_ranks()
     device = choose_device(config, ranks)
@@ -57,7 +59,7 @@ def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path |
         process_group(config, ranks, device),
     ):
         run = _endless_run(config, ranks, device, Path(folder))
-        start_logging(run.run_dir, ranks.rank)  # as a run does: the time of its lines is in the figures
+        start_logging(run.run_dir, ranks.rank)  # as in a run, so that the figures contain the time to log
         try:
             result = _measure(run, seconds, train, trace)
         finally:
@@ -69,16 +71,16 @@ def bench_end2end(config: Config, seconds: float, train: Train, *, trace: Path |
         "bench": "end2end",
         **result,
         "log_every_steps": config.log.every_steps,
-        "page_cache": "warm where the set fits and was read before",
+        "page_cache": "warm if the set fits and was read before",
         **sizes(config, device, ranks),
         **provenance(device),
     }
 
 
 def _endless_run(config: Config, ranks: Ranks, device: torch.device, folder: Path) -> Run:
-    """Set up a run that only the clock ends, with views of their last size from the start."""
+    """Set up a run that only the clock ends. Its views have their final size from the start."""
     if config.views.early_sizes and ranks.is_first:
-        print(f"note: views.early_sizes are left out: measured at {config.views.size} px", file=sys.stderr)
+        print(f"note: views.early_sizes is ignored; measuring at {config.views.size} px", file=sys.stderr)
     (folder / "checkpoints").mkdir()
     endless = replace(
         config,
@@ -91,6 +93,7 @@ def _endless_run(config: Config, ranks: Ranks, device: torch.device, folder: Pat
 
 
 def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict[str, Any]:
+    # Measure the step alone before and after the loop, so that a machine that slows down affects both.
     alone = FixedSteps(run.config, run.step)
     alone.warm_up()
     around = seconds * COMPUTE_SHARE / 2
@@ -102,8 +105,10 @@ def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict
         return {}
     if trace is not None:
         watch.profiler.write_trace(trace)
+    # The profiler slows steps down, so only those before it count.
     views = run.config.data.images_per_step * run.config.views.num_views
-    rates = spread(_window_rates(watch.starts[: watch.measured + 1], views))
+    measured_starts = watch.starts[: watch.measured + 1]
+    rates = spread(_window_rates(measured_starts, views))
     figures = step_figures(compute, alone)
     return {
         "views_per_s": rates["median"],
@@ -111,14 +116,15 @@ def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict
         "steps": watch.measured,
         "compute": figures,
         "share_of_compute": rates["median"] / figures["views_per_s"],
-        "skipped_steps": int(sum(counting.skipped)),  # of the warm-up too: their time is without the update
+        # This includes the warm-up. The time of these steps is without the update.
+        "skipped_steps": int(sum(counting.skipped)),
         "step": _where_time_goes(watch, run.device, alone=run.ranks.world_size == 1),
-        "cores_shared": run.device.type == "cpu",  # loader and model then take them from each other
+        "cores_shared": run.device.type == "cpu",  # loader and model then share the cores
     }
 
 
 class CountingStep:
-    """Hand on the calls of a step, and keep which updates were skipped."""
+    """A step that passes calls on to another one and records which updates were skipped."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
@@ -134,28 +140,27 @@ class CountingStep:
 
 
 class WatchedLoader:
-    """Hand on the batches of a loader, note when the loop took each, and end the run when the time is over.
+    """A loader that yields another one's batches, records when the loop takes each, and ends the run when the time is over.
 
-    After the warm-up come measured steps, then steps under the profiler. Only the first rank profiles and asks for the end."""
+    After the warm-up come measured steps, then steps under the profiler. Only rank 0 profiles and stops the run."""
 
     def __init__(self, run: Run, seconds: float, stop: StopRequest) -> None:
         self.profiler = StepProfiler(run.device)
-        self.starts: list[float] = []  # perf_counter's seconds at the start of each step after the warm-up
-        self.waits: list[
-            float
-        ] = []  # seconds that the loop waited for the batch of the step at the same place in `starts`
+        # For each step after the warm-up: its start in seconds of perf_counter, and the seconds of waiting for its batch.
+        self.starts: list[float] = []
+        self.waits: list[float] = []
         self.measured = 0  # steps before the profiler was started
         self.to_profile = 0
         self.events: list[Any] = []
         self._seconds = seconds
         self._stop = stop
-        # as many as there are between two logged lines, if time allows, so that one line is among them
+        # Enough steps to contain one that logs, if time allows.
         self._most_profiled = run.config.log.every_steps + 1
         self._is_first = run.ranks.is_first
         self._loader: Any = None
 
     def watch(self, run: Run, first_step: int) -> Any:
-        """Build the run's loader, and return this one in its place."""
+        """Build the run's loader and return this one instead of it."""
         self._loader = build_loader(run, first_step)
         return self
 
@@ -165,27 +170,29 @@ class WatchedLoader:
                 self.waits.append(batch.wait_seconds)
                 self.starts.append(time.perf_counter())
                 if self._is_first and not self._stop.asked:
-                    self._step_starts()
+                    self._start_or_stop_profiler()
             yield batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def _step_starts(self) -> None:
-        """Start or stop the profiler, if it is time, outside the measured steps."""
+    def _start_or_stop_profiler(self) -> None:
+        """Start the profiler after the measured steps, and stop it and the run after the profiled steps."""
         done = len(self.starts) - 1
+        elapsed = self.starts[-1] - self.starts[0]
         if self.measured:
             if done == self.measured + self.to_profile:
                 self.events = self.profiler.stop()
                 self._stop.ask()
-        elif done >= MIN_WINDOWS and self.starts[-1] - self.starts[0] >= self._seconds:
+        elif done >= MIN_WINDOWS and elapsed >= self._seconds:
             self.measured = done
-            self.to_profile = max(PROFILED_STEPS, min(int(PROFILED_SHARE * done), self._most_profiled))
+            allowed = min(int(PROFILED_SHARE * done), self._most_profiled)
+            self.to_profile = max(PROFILED_STEPS, allowed)
             self.profiler.start()
 
 
 def _watch_training(run: Run, seconds: float, train: Train) -> WatchedLoader:
-    """Train for about `seconds` of measured steps, then some under the profiler, then stop as by a signal."""
+    """Train for about `seconds` of measured steps, then profile some steps, then stop as a signal would."""
     stop = StopRequest()
     state = RunState(run.run_dir, run.ranks)
     state.start(max_idle_restarts=1)
@@ -195,34 +202,43 @@ def _watch_training(run: Run, seconds: float, train: Train) -> WatchedLoader:
 
 
 def _window_rates(starts: Sequence[float], views_per_step: int) -> list[float]:
-    """Return the views a second of up to MAX_WINDOWS windows of equally many steps. starts: one more than there are steps."""
+    """Return the views per second of at most MAX_WINDOWS windows with the same number of steps.
+
+    starts: the start of each step, and of one more."""
     steps = len(starts) - 1
     size = max(1, steps // MAX_WINDOWS)
-    edges = starts[steps % size :: size]  # the first steps are left out if they fill no window
-    return [size * views_per_step / (end - start) for start, end in pairwise(edges)]
+    # Skip the first steps if they do not fill a window.
+    edges = starts[steps % size :: size]
+    views = size * views_per_step
+    return [views / (end - start) for start, end in pairwise(edges)]
 
 
 def _where_time_goes(watch: WatchedLoader, device: torch.device, *, alone: bool) -> dict[str, Any]:
-    """Return the parts of a profiled step, those of the device on a GPU, else those of the host.
+    """Return the parts of a profiled step: on a GPU those of the device, else those of the host.
 
-    alone: one rank. Several wait for the slowest in "agree", which is then no overhead of the loop."""
+    alone: True for one rank. Several ranks wait for the slowest in "agree", which is not overhead of the loop."""
     ranges = host_ranges(watch.events)
     intervals = step_intervals(ranges, watch.to_profile)
-    first = watch.measured + 1  # the wait for a batch ends the step before
+    # The wait for a batch belongs to the step before it.
+    first = watch.measured + 1
     waits = watch.waits[first : first + len(intervals)]
-    whole_ms = (intervals[-1][1] - intervals[0][0]) / 1e6 / len(intervals)
+    whole_ns = intervals[-1][1] - intervals[0][0]
+    whole_ms = whole_ns / 1e6 / len(intervals)
     wait_ms = 1e3 * sum(waits) / len(intervals)
     parts = host_parts(ranges, intervals, wait_ms)
     found: dict[str, Any] = {"profiled_steps": len(intervals), "step_ms": whole_ms, "host_ms": parts}
     if device.type == "cuda":
-        parts = found["device_ms"] = device_parts(device_ms(watch.events, watch.to_profile), whole_ms, wait_ms)
-    percent = found["percent"] = percent_of(parts, whole_ms)
+        busy = device_ms(watch.events, watch.to_profile)
+        parts = device_parts(busy, whole_ms, wait_ms)
+        found["device_ms"] = parts
+    percent = percent_of(parts, whole_ms)
+    found["percent"] = percent
     found["loop_overhead_percent"] = percent["rest"] + (percent["agree"] if alone else 0.0)
     return found
 
 
 def step_intervals(ranges: dict[str, list[tuple[int, int]]], steps: int) -> list[tuple[int, int]]:
-    """Return steps as (start, end) in ns, from one "forward" to the next; of several micro-batches the first counts."""
+    """Return (start, end) of each step in ns, from one "forward" to the next one; only a step's first micro-batch counts."""
     starts = [start for start, _ in ranges["forward"]]
     micro_batches = len(starts) // steps
     return list(pairwise(starts[::micro_batches]))
@@ -231,27 +247,31 @@ def step_intervals(ranges: dict[str, list[tuple[int, int]]], steps: int) -> list
 def host_parts(
     ranges: dict[str, list[tuple[int, int]]], intervals: list[tuple[int, int]], wait_ms: float
 ) -> dict[str, float]:
-    """Return milliseconds of a step: data_wait, the phases, and rest, which is the loop's. They add up to the step."""
+    """Return the milliseconds of data_wait, each phase, and rest, which the loop takes. Together they are the step."""
     begin, end = intervals[0][0], intervals[-1][1]
-    spans = {name: [s for s in ranges[name] if begin <= s[0] < end] for name in PHASES}
-    parts = {name: covered_ns(found) / 1e6 / len(intervals) for name, found in spans.items()}
+    parts = {}
+    for name in PHASES:
+        spans = [span for span in ranges[name] if begin <= span[0] < end]
+        parts[name] = covered_ns(spans) / 1e6 / len(intervals)
     whole = (end - begin) / 1e6 / len(intervals)
     return {"data_wait": wait_ms, **parts, "rest": whole - wait_ms - sum(parts.values())}
 
 
 def device_parts(busy: dict[str, float], whole_ms: float, wait_ms: float) -> dict[str, float]:
-    """Return milliseconds of a step on a GPU. data_wait, the phases, beside and rest add up to the step.
+    """Return the milliseconds of a step on a GPU. data_wait, the phases, beside and rest are the step together.
 
-    busy: of `phases.device_ms`. data_wait: idle while the host waits for data. beside: the all-reduce and DALI's kernels while
-    nothing else runs. rest: torch's work outside the ranges, and other idle time. all_reduce, augmentation, idle: all of each.
+    busy: from `phases.device_ms`. data_wait: idle time while the host waits for data. beside: the all-reduce and DALI's kernels
+    while nothing else runs. rest: torch's work outside the ranges, and the other idle time. all_reduce, augmentation, idle: the
+    whole time of each.
     """
     idle = max(0.0, whole_ms - busy["busy"])
     data_wait = min(idle, wait_ms)
     phases = {name: busy[name] for name in PHASES}
+    torch_busy = sum(phases.values()) + busy["outside"]
     return {
         "data_wait": data_wait,
         **phases,
-        "beside": max(0.0, busy["busy"] - sum(phases.values()) - busy["outside"]),
+        "beside": max(0.0, busy["busy"] - torch_busy),
         "rest": busy["outside"] + idle - data_wait,
         "all_reduce": busy["all_reduce"],
         "augmentation": busy["augmentation"],

@@ -1,4 +1,4 @@
-"""The losses that are compared: the loop of the authors, and each backend of the whitening that can run."""
+"""The losses to compare: the authors' loop, and each whitening backend that can run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.nn.functional import normalize
 
 from kernels.backends import BACKENDS, backends_for, why_not
 
-BASES = ("loop", "reference")  # every ratio is to these two: a benchmark without them has failed
+BASES = ("loop", "reference")  # all ratios refer to these two, so a benchmark fails without them
 
 
 def runnable_backends(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the names that run at full speed on the device, and why the others do not."""
+    """Return the backends that run at full speed on the device, and {name: reason} of the others."""
     runnable = backends_for(device)
-    reasons = {
-        name: why_not(name, device.type, size=1, in_float64=False) or f"does not run at full speed on {device.type}"
-        for name in BACKENDS
-        if name not in runnable
-    }
+    reasons = {}
+    for name in BACKENDS:
+        if name not in runnable:
+            reason = why_not(name, device.type, size=1, in_float64=False)
+            reasons[name] = reason or f"does not run at full speed on {device.type}"
     return runnable, reasons
 
 
 def drop_refusing(steps: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Call each once; remove from `steps` those that refuse the size or run out of memory, and return why."""
+    """Call each step once. Remove those that refuse the size or run out of memory, and return {name: reason}."""
     refused = {}
     for name, step in list(steps.items()):
         try:
@@ -40,41 +40,48 @@ def drop_refusing(steps: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def loop_loss(v: Tensor, permutations: Tensor, *, num_views: int, slice_size: int) -> Tensor:
-    """Compute W-MSE slice by slice and view by view, then pair by pair: the others are compared with this.
+    """Compute the W-MSE loss slice by slice and pair by pair, as the baseline for the other implementations.
 
-    v: (num_views * N, k), view-major; permutations: (iterations, N) int64 -> scalar; equals `wmse_loss` with
-    normalize=True and eps=0. Raises torch's LinAlgError where a covariance is not positive definite.
+    v: (num_views * N, k), view-major; permutations: (iterations, N) int64 -> scalar. The result equals `wmse_loss` with
+    normalize=True and eps=0. Raises torch's LinAlgError if a covariance is not positive definite.
 
-    Structured as the authors' published code is: every slice of every view is gathered by its rows' indices, whitened by an
-    explicit inverse of the Cholesky factor, and written by the same indices into an empty z; then each pair of views
-    normalises both of its sides again. Where that code calls torch functions that are deprecated since, this one calls
-    torch.linalg, and it makes the identity once, not in every slice: it is if anything the faster of the two.
+    The structure is that of the authors' published code. It gathers every slice of every view by the indices of its rows,
+    whitens it by an explicit inverse of the Cholesky factor, and writes it by the same indices into an empty z. Then each pair
+    of views normalises both of its views again. Unlike that code, this function calls torch.linalg instead of deprecated
+    functions, and builds the identity once instead of in every slice. Neither makes it slower.
     """
     num_images = v.shape[0] // num_views
     total = v.new_zeros(())
     for permutation in permutations:
+        # The rows of every slice of every view; view d begins at row d * N.
         slices = permutation.view(-1, slice_size)
-        z = loop_whiten(v, (images + view * num_images for images in slices for view in range(num_views)))
+        rows = (images + view * num_images for images in slices for view in range(num_views))
+        z = loop_whiten(v, rows)
         for i in range(num_views):
             for j in range(i + 1, num_views):
-                first, second = (z[view * num_images : (view + 1) * num_images] for view in (i, j))
+                first = z[i * num_images : (i + 1) * num_images]
+                second = z[j * num_images : (j + 1) * num_images]
                 total = total + _pair_distance(first, second)
-    return total / (len(permutations) * num_views * (num_views - 1) / 2)
+    num_pairs = num_views * (num_views - 1) / 2
+    return total / (len(permutations) * num_pairs)
 
 
 def loop_whiten(v: Tensor, rows_of_slices: Iterable[Tensor]) -> Tensor:
-    """Whiten as that loop does: v (rows, k), the rows of each slice (M,) int64 -> z as v."""
+    """Whiten slice by slice, as in `loop_loss`: v (rows, k), the rows of each slice (M,) int64 -> z (rows, k)."""
     identity = torch.eye(v.shape[1], dtype=v.dtype, device=v.device)
     z = torch.empty_like(v)
     for rows in rows_of_slices:
         x = v[rows]
+        # z = L^-1 (x - mean), with covariance = L L^T
         centred = x - x.mean(0)
-        lower = torch.linalg.cholesky(centred.T @ centred / (x.shape[0] - 1))
+        covariance = centred.T @ centred / (x.shape[0] - 1)
+        lower = torch.linalg.cholesky(covariance)
         inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
         z[rows] = centred @ inverse.T
     return z
 
 
 def _pair_distance(first: Tensor, second: Tensor) -> Tensor:
-    """(N, k), (N, k) -> mean of 2 - 2 cos over the rows."""
-    return 2 - 2 * (normalize(first, dim=1) * normalize(second, dim=1)).sum(1).mean()
+    """Return the mean squared distance of the normalised rows, 2 - 2 cos: (N, k), (N, k) -> scalar."""
+    cosines = (normalize(first, dim=1) * normalize(second, dim=1)).sum(1)
+    return 2 - 2 * cosines.mean()

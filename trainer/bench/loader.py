@@ -1,4 +1,4 @@
-"""Measure how many views a second the loader makes, alone: from a cold and a warm page cache, and over its settings."""
+"""Measure the views per second of the loader alone: with a cold and a warm page cache, and for various settings."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ WARMUP_STEPS = 3
 WINDOWS = 5
 SWEEP_WINDOWS = 3
 CACHES = {
-    "cold": "before each read the kernel is asked to forget the file's (or the shard's) pages: posix_fadvise DONTNEED, which "
-    "needs no rights; pages being written, caches of a disk or a file server, and files in memory (tmpfs) stay",
-    "warm": "as they come: in the page cache where the set fits, since the cold windows have read it or these have",
+    "cold": "before each read the kernel drops the pages of the file or shard (posix_fadvise DONTNEED, which needs no rights); "
+    "pages being written, caches of a disk or a file server, and files in memory (tmpfs) stay",
+    "warm": "files are in the page cache if the set fits, because earlier windows have read them",
 }
 Loaders = Mapping[str, Callable[[], Iterator[Any]]]  # name -> a function that starts a loader
 Setting = dict[str, Any]  # field of config.data -> value
 
 
 def bench_loader(config: Config, seconds: float) -> dict[str, Any]:
-    """Measure windows from a cold page cache, then as many from a warm one, in about `seconds`, starts and warm-up not counted.
+    """Measure windows with a cold page cache, then as many with a warm one, in about `seconds` without starts and warm-up.
 
     "views_per_s" and "windows" are those of the warm cache."""
     figures: dict[str, dict[str, Any]] = {}
+    share = seconds / len(CACHES)
+    # One cache after the other, because a cold window would empty the cache of a warm one.
     for cache in CACHES:
         loader = {cache: partial(endless_loader, config, cold=cache == "cold")}
-        figures |= compare_loaders(loader, views_of_step(config), seconds / len(CACHES))
+        figures |= compare_loaders(loader, views_of_step(config), share)
     return {
         "bench": "loader",
         "views_per_s": figures["warm"]["median"],
@@ -57,13 +59,15 @@ def bench_loader(config: Config, seconds: float) -> dict[str, Any]:
 
 
 def bench_loader_sweep(config: Config, seconds: float) -> dict[str, Any]:
-    """Measure every setting of `grid` in turns, in about `seconds`, starts and warm-up not counted.
+    """Measure every setting of `grid` in alternating windows, in about `seconds` without starts and warm-up.
 
-    "best" is the setting with the largest median, as options; "clearly_better" is whether its lower quartile is above the upper
-    one of the config's own setting."""
-    settings = {as_options(setting): setting for setting in grid(config, choose_device(config, Ranks()))}
+    "best" is the setting with the largest median, as command-line options. "clearly_better" says whether its lower quartile is
+    above the upper quartile of the config's setting."""
+    tried = grid(config, choose_device(config, Ranks()))
+    settings = {as_options(setting): setting for setting in tried}
     loaders = {name: partial(endless_loader, with_setting(config, each)) for name, each in settings.items()}
     figures = compare_loaders(loaders, views_of_step(config), seconds, SWEEP_WINDOWS)
+    # The first setting of the grid is that of the config.
     own = figures[next(iter(settings))]
     best = max(figures, key=lambda name: figures[name]["median"])
     return {
@@ -77,9 +81,9 @@ def bench_loader_sweep(config: Config, seconds: float) -> dict[str, Any]:
 
 
 def compare_loaders(loaders: Loaders, views: int, seconds: float, windows: int = WINDOWS) -> dict[str, dict[str, Any]]:
-    """Return the views a second of each loader, in windows that alternate. views: of a batch.
+    """Return the views per second of each loader, in windows that alternate. views: number of views in a batch.
 
-    A loader lives in its own windows only, so that none works ahead in another's."""
+    A loader exists only during its windows, so that it cannot work ahead in those of another."""
     timers = {name: _window(start) for name, start in loaders.items()}
     samples = interleave(timers, seconds, num_windows=windows, warm_up=False)
     rates = {name: [views / each for each in values] for name, values in samples.items()}
@@ -87,7 +91,7 @@ def compare_loaders(loaders: Loaders, views: int, seconds: float, windows: int =
 
 
 def _window(start: Callable[[], Iterator[Any]]) -> Window:
-    """Start a loader, leave the first batches out, and time `calls` batches."""
+    """Return a timer that starts a loader, skips its first batches, and times the batches after them."""
 
     def window(calls: int) -> float:
         batches = start()
@@ -96,8 +100,8 @@ def _window(start: Callable[[], Iterator[Any]]) -> Window:
         began = time.perf_counter()
         for _ in range(calls):
             batch = next(batches)
+            # Wait for this batch only, not for the whole device: other streams of DALI work on the next batches.
             if isinstance(batch, Batch) and batch.views.is_cuda:
-                # not the whole device: DALI works on coming batches in streams of its own
                 torch.cuda.current_stream(batch.views.device).synchronize()
         return time.perf_counter() - began
 
@@ -105,7 +109,7 @@ def _window(start: Callable[[], Iterator[Any]]) -> Window:
 
 
 class ColdIndex:
-    """An index whose reads find nothing in the page cache. Everything else is the index's own."""
+    """An index that drops each image from the page cache before it is read. Everything else is that of the wrapped index."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -126,8 +130,10 @@ class ColdIndex:
     def forget(self, i: int) -> None:
         """Ask the kernel to drop image i's file, or its whole shard, from the page cache."""
         name = self._index.name(i)
-        path = self._shards.get(name.partition("/")[0]) or self._index.root / self._index.split / name
-        with contextlib.suppress(OSError):  # the read that follows says what is wrong with the file
+        # The name of an image in a shard begins with that of the shard.
+        shard = self._shards.get(name.partition("/")[0])
+        path = shard or self._index.root / self._index.split / name
+        with contextlib.suppress(OSError):  # the next read reports what is wrong with the file
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -136,36 +142,41 @@ class ColdIndex:
 
 
 def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | None = None) -> Iterator[Batch]:
-    """Start a loader of the config's plan that does not end. cold: with files that are not in the page cache.
+    """Start a loader of the config's plan that does not end. cold: drop files from the page cache before they are read.
 
-    cache: of decoded images; None: each batch is decoded, whatever the config says."""
+    cache: cache of decoded images; None: every batch is decoded, whatever the config says."""
     index = open_images(config.data, config.data.train_split, progress=True)
     check_set_size(config, len(index))
     reader: Any = ColdIndex(index) if cold else index
     images = config.data.images_per_step
+    # One rank loads the whole global batch.
     planner = Planner(
-        config.views, seed=config.seed, num_images=len(index), images_per_step=images, images=ImageRange(0, images)
+        config.views,
+        seed=config.seed,
+        num_images=len(index),
+        images_per_step=images,
+        images=ImageRange(0, images),
     )
-    return iter(
-        ViewLoader(
-            reader,
-            config.views,
-            config.data,
-            train_requests(planner),
-            batch_size=images,
-            device=choose_device(config, Ranks()),
-            first_step=0,
-            end_step=1 << 40,
-            cache=cache,
-        )
+    loader = ViewLoader(
+        reader,
+        config.views,
+        config.data,
+        train_requests(planner),
+        batch_size=images,
+        device=choose_device(config, Ranks()),
+        first_step=0,
+        end_step=1 << 40,
+        cache=cache,
     )
+    return iter(loader)
 
 
 def settings_used(config: Config, device: torch.device) -> Setting:
-    """Return the settings that decide a loader's speed on this device."""
-    data, on_gpu = config.data, device.type == "cuda"
+    """Return the settings that determine the loader's speed on this device."""
+    data = config.data
+    on_gpu = device.type == "cuda"
     used: Setting = {
-        # no one number stands for a GPU's 0, which gives DALI fewer threads than readers
+        # On a GPU 0 stays 0, because it gives DALI fewer threads than there are readers.
         "threads": data.threads if on_gpu else data.threads or own_cores(),
         "prefetch_batches": data.prefetch_batches,
         "read_ahead_steps": data.read_ahead_steps,
@@ -176,36 +187,45 @@ def settings_used(config: Config, device: torch.device) -> Setting:
 
 
 def grid(config: Config, device: torch.device) -> list[Setting]:
-    """List the settings to try, the config's own first: threads with queue depths, then one other at a time."""
-    cores, on_gpu = own_cores(), device.type == "cuda"
+    """List the settings to try: the config's first, then threads with queue depths, then one other setting at a time."""
+    cores = own_cores()
+    on_gpu = device.type == "cuda"
     own = settings_used(config, device)
     tried = [own]
-    for threads in sorted({4, 8, 16} if on_gpu else {max(1, cores // 2), cores, 2 * cores}):
+    # On a CPU try around the number of cores, on a GPU around DALI's default of 8.
+    counts = {4, 8, 16} if on_gpu else {max(1, cores // 2), cores, 2 * cores}
+    for threads in sorted(counts):
         tried += [{**own, "threads": threads, "prefetch_batches": depth} for depth in (1, 2, 4)]
     tried += [{**own, "read_ahead_steps": steps} for steps in (1, 6)]
     if on_gpu:
         tried += [{**own, "hw_decoder_load": load} for load in (1.0, 0.9, 0.65)]
+    # Keep the first of equal settings.
     return [setting for i, setting in enumerate(tried) if setting not in tried[:i]]
 
 
 def as_options(setting: Setting) -> str:
-    """Write a setting as it is typed: --data.threads 2 ..."""
-    return " ".join(f"--data.{name} {str(value).replace(' ', '')}" for name, value in setting.items())
+    """Format a setting as command-line options: --data.threads 2 ..."""
+    options = []
+    for name, value in setting.items():
+        text = str(value).replace(" ", "")
+        options.append(f"--data.{name} {text}")
+    return " ".join(options)
 
 
 def with_setting(config: Config, setting: Setting) -> Config:
     """Return the config with this setting."""
+    # JSON has lists, a config tuples.
     data: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in setting.items()}
     return replace(config, data=replace(config.data, **data))
 
 
 def views_of_step(config: Config) -> int:
-    """Return the number of views of a batch."""
+    """Return the number of views in a batch."""
     return config.data.images_per_step * config.views.num_views
 
 
 def loader_sizes(config: Config) -> dict[str, Any]:
-    """Return what was measured, for the head of a result."""
+    """Return the settings and the machine that were measured, for the head of a result."""
     from nvidia.dali import __version__
 
     return {

@@ -1,4 +1,4 @@
-"""Measure the W-MSE loss alone: the authors' loop against each backend of the whitening, in one run on one machine."""
+"""Measure the W-MSE loss alone: each whitening backend against the authors' loop, in one run on one machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from trainer.tools.memory import saved_storages
 
 FLOAT64 = "torch_float64_factor"
 MODES = ("forward", "backward", "forward_backward")
-MEANING = {"saved_bytes": "storages that autograd holds from forward to backward, each once, v included if it is saved"}
+MEANING = {
+    "saved_bytes": "storages that autograd keeps from forward to backward, each counted once, with v if it is saved"
+}
 
 Forward = Callable[[], Tensor]  # returns the loss
 
@@ -31,14 +33,17 @@ Forward = Callable[[], Tensor]  # returns the loss
 def bench_loss(shapes: Sequence[LossShape] | None, device: str, seconds: float) -> dict[str, Any]:
     """Measure every implementation at every shape (None: RECIPE_SHAPES) in about `seconds`.
 
-    For each shape and implementation the result has "figures": microseconds of a call in each mode (median and quartiles) and
-    ratios, the time of loop or reference over that of this one; and "costs": saved_bytes, see "meaning", and times_floor, the
-    time of forward and backward over the shape's "floor" (`ceilings.loss_floor`). "not_run" says what is missing, and why.
+    For each shape and implementation the result has:
+    figures: microseconds of a call in each mode (median and quartiles), and speedup_over_loop and _reference.
+    costs: saved_bytes (see "meaning"), and times_floor, the time of forward and backward over the shape's "floor"
+    (`ceilings.loss_floor`).
+    "not_run" names the implementations that are missing, and the reasons.
     """
     shapes = shapes or RECIPE_SHAPES
     where = torch.device(device)
     backends, not_run = runnable_backends(where)
     ceilings = measure_ceilings(where, min(2.0, seconds / 10))
+    share = seconds / len(shapes)
     return {
         "bench": "loss",
         "device_type": where.type,
@@ -47,18 +52,20 @@ def bench_loss(shapes: Sequence[LossShape] | None, device: str, seconds: float) 
         "meaning": MEANING,
         "ceilings": ceilings.as_json(),
         "not_run": not_run,
-        "results": [_bench_shape(shape, where, seconds / len(shapes), backends, ceilings) for shape in shapes],
+        "results": [_bench_shape(shape, where, share, backends, ceilings) for shape in shapes],
     }
 
 
 def bench_config(config: Config, num_ranks: int, seconds: float) -> dict[str, Any]:
-    """Measure at the shape of one of `num_ranks` ranks of an experiment, on its device."""
-    set_aside = not_measured(config)
-    for each in set_aside:
+    """Measure at the shape of one of `num_ranks` ranks of an experiment, on the device of the experiment."""
+    # The authors' loop has fewer settings than the loss.
+    ignored = not_measured(config)
+    for each in ignored:
         print(f"note: {each}", file=sys.stderr)
     device = choose_device(config, Ranks())
-    result = bench_loss([shape_of_config(config, num_ranks)], str(device), seconds)
-    return {**result, "ranks": num_ranks, "not_measured": set_aside}
+    shape = shape_of_config(config, num_ranks)
+    result = bench_loss([shape], str(device), seconds)
+    return {**result, "ranks": num_ranks, "not_measured": ignored}
 
 
 def _bench_shape(
@@ -70,22 +77,25 @@ def _bench_shape(
     permutations = draw_permutations(shape.iterations, shape.num_images, device, generator)
     forwards = _implementations(shape, v, permutations, backends)
     refused = drop_refusing(forwards)
+    # All implementations and modes alternate.
     windows = {(name, mode): _window(forward, mode, v) for mode in MODES for name, forward in forwards.items()}
     figures = _figures(interleave(windows, seconds))
     floor = loss_floor(shape, ceilings)
-    costs = {
-        name: {
-            "saved_bytes": sum(storage.nbytes() for storage in saved_storages(forward).values()),
-            "times_floor": figures[name]["forward_backward"]["median"] / floor["floor_us"],
+    costs = {}
+    for name, forward in forwards.items():
+        saved = saved_storages(forward).values()
+        both = figures[name]["forward_backward"]
+        costs[name] = {
+            "saved_bytes": sum(storage.nbytes() for storage in saved),
+            "times_floor": both["median"] / floor["floor_us"],
         }
-        for name, forward in forwards.items()
-    }
     return {"shape": shape._asdict(), "floor": floor, "figures": figures, "costs": costs, "not_run": refused}
 
 
 def _implementations(shape: LossShape, v: Tensor, permutations: Tensor, backends: Sequence[str]) -> dict[str, Forward]:
-    sizes = {"num_views": shape.num_views, "slice_size": shape.slice_size}
-    batched = partial(wmse_loss, v, **sizes, iterations=shape.iterations, permutations=permutations)  # type: ignore[arg-type]
+    """Return the forward of every implementation, by name: the loop, each backend, and the factor in float64."""
+    sizes: Any = {"num_views": shape.num_views, "slice_size": shape.slice_size}
+    batched = partial(wmse_loss, v, **sizes, iterations=shape.iterations, permutations=permutations)
     forwards: dict[str, Forward] = {"loop": partial(loop_loss, v, permutations, **sizes)}
     for name in backends:
         forwards[name] = partial(batched, backend=name)
@@ -95,6 +105,7 @@ def _implementations(shape: LossShape, v: Tensor, permutations: Tensor, backends
 
 
 def _window(forward: Forward, mode: str, v: Tensor) -> Window:
+    """Return the timer of a mode. Backward alone needs a new forward before each call, which is not timed."""
     if mode == "forward":
         return timed(forward, v.device)
     if mode == "backward":
@@ -103,10 +114,14 @@ def _window(forward: Forward, mode: str, v: Tensor) -> Window:
 
 
 def _figures(times: dict[tuple[str, str], list[float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return, by implementation and mode, the microseconds and how many times as fast as loop and reference they are."""
+    """Return, by implementation and mode, the microseconds and the speed as a multiple of loop and reference."""
     spreads = {window: spread(samples, 1e6) for window, samples in times.items()}
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for (name, mode), figure in spreads.items():
-        ratios = {f"speedup_over_{base}": spreads[base, mode]["median"] / figure["median"] for base in BASES}
+        # The two bases are always measured, see `drop_refusing`.
+        ratios = {}
+        for base in BASES:
+            base_time = spreads[base, mode]["median"]
+            ratios[f"speedup_over_{base}"] = base_time / figure["median"]
         figures.setdefault(name, {})[mode] = {**figure, **ratios}
     return figures

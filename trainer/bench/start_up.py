@@ -1,10 +1,10 @@
-"""Measure the time and memory that a rank needs before its first plan, for a set of a given size, in a fresh process.
+"""Measure the time and memory that a rank needs before its first plan, in a fresh process.
 
     python -m trainer.bench.start_up ROOT SPLIT IMAGES_PER_STEP BEGAN
 
-BEGAN: time.time() just before the process was started. Prints one JSON object: seconds until everything that a rank imports is
-loaded, then until the first plan, and the memory after each in bytes. PSS counts pages shared with other processes in part; USS
-counts only this process's own.
+BEGAN: time.time() just before the process was started. Prints one JSON object: seconds until all imports of a rank are loaded,
+seconds from then to the first plan, and the memory in bytes. PSS counts a share of the pages that other processes use as well;
+USS counts only the pages of this process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-import trainer.setup  # noqa: F401 (a rank's imports: torch, timm, DALI)
+import trainer.setup  # noqa: F401 (loads what a rank imports: torch, timm, DALI)
 from trainer.config.schema import ViewsConfig
 from trainer.data.index import open_index
 from trainer.data.plan import Planner
@@ -24,23 +24,29 @@ from trainer.distributed.ranks import Ranks
 
 
 def memory() -> dict[str, int]:
-    """Return pss and uss of this process in bytes."""
+    """Return PSS and USS of this process in bytes."""
     found: dict[str, int] = {}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    # The first line is a heading; the others are "Name:  SIZE kB".
+    for line in lines[1:]:
         name, size, *_ = line.split()
         found[name.rstrip(":")] = 1024 * int(size)
-    return {"pss": found["Pss"], "uss": found["Private_Clean"] + found["Private_Dirty"]}
+    private = found["Private_Clean"] + found["Private_Dirty"]
+    return {"pss": found["Pss"], "uss": private}
 
 
 def start_up(root: Path, split: str, images_per_step: int, began: float) -> dict[str, float]:
-    """Open the index, draw the epoch's order and the first plan. Returns the figures."""
-    imported, before = time.time(), memory()
+    """Open the index, then draw the order of the epoch and the first plan. Returns seconds and bytes."""
+    # The imports are loaded when this function is called.
+    imported = time.time()
+    before = memory()
     index = open_index(root, split)
     opened = time.time()
     rows = images_of_rank(Ranks(), images_per_step)
     planner = Planner(ViewsConfig(), seed=0, num_images=len(index), images_per_step=images_per_step, images=rows)
     planner.plan(0)
-    planned, after = time.time(), memory()
+    planned = time.time()
+    after = memory()
     return {
         "process": os.getpid(),
         "images": len(index),

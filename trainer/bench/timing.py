@@ -1,4 +1,4 @@
-"""Time several functions on one machine in windows that alternate, so that a busy machine slows all of them alike."""
+"""Time several functions in windows that alternate, so that a busy machine slows down all of them alike."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch.distributed as dist
 
 from trainer.distributed.ranks import Ranks
 
-MIN_WINDOW_SECONDS = 0.005  # shorter windows measure the clock and the scheduler of the machine
+MIN_WINDOW_SECONDS = 0.005  # shorter windows measure the clock and the machine's scheduler
 MIN_WINDOWS = 3
 MAX_WINDOWS = 50
-MIN_CALLS = {"cpu": 1, "cuda": 5}  # in a window; a GPU is idle at its start, until the first launches reach it
+MIN_CALLS = {"cpu": 1, "cuda": 5}  # calls of a window; a GPU is idle until the first launch of a window reaches it
 
-Window = Callable[[int], float]  # makes this many calls and returns the seconds that they took
+Window = Callable[[int], float]  # makes a number of calls and returns their seconds
 Name = TypeVar("Name", bound=Hashable)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done its work."""
+    """Wait until a GPU has finished its work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> Window:
-    """Time consecutive calls. The device is synchronized before the first and after the last."""
+    """Return a timer of consecutive calls. The device is synchronized before the first call and after the last."""
 
     def window(calls: int) -> float:
         synchronize(device)
@@ -43,9 +43,9 @@ def timed(function: Callable[[], Any], device: torch.device) -> Window:
 
 
 def timed_after(prepare: Callable[[], Any], function: Callable[[Any], Any], device: torch.device) -> Window:
-    """Time function(prepare()) without the time of prepare().
+    """Return a timer of function(prepare()) that excludes the time of prepare().
 
-    The device is synchronized around each call, so on a GPU the time includes the launch, which `timed` hides."""
+    It synchronizes the device around each call, so on a GPU the time includes the launch, which `timed` hides."""
 
     def window(calls: int) -> float:
         elapsed = 0.0
@@ -70,15 +70,18 @@ def interleave(
     num_windows: int = 0,
     warm_up: bool = True,
 ) -> dict[Name, list[float]]:
-    """Return the seconds of a call in each window. All functions together take about `seconds`.
+    """Return the seconds of a call in each window of each function. All functions together take about `seconds`.
 
-    Every round has one window of each function, and all windows last about as long. With several ranks the slowest one decides
-    how many calls a window has, so that all make the same calls.
+    Every round has one window of each function, and all windows last about equally long. With several ranks the slowest rank
+    determines the number of calls in a window, so that all ranks make the same calls.
 
-    num_windows: of each function; 0: from 3 to 50, as time allows. warm_up: call every function once before it is timed.
+    num_windows: number of windows of each function; 0: from 3 to 50, as time allows. warm_up: call every function once before
+    it is timed.
     """
     ranks = ranks or Ranks()
-    target = max(MIN_WINDOW_SECONDS, seconds / (num_windows or MAX_WINDOWS) / max(1, len(windows)))
+    share = seconds / (num_windows or MAX_WINDOWS) / max(1, len(windows))
+    target = max(MIN_WINDOW_SECONDS, share)
+    # Find how many calls of each function fill a window.
     calls: dict[Name, int] = {}
     round_seconds = 0.0
     for name, window in windows.items():
@@ -86,7 +89,8 @@ def interleave(
             window(1)
         calls[name], call_seconds = _calls_of_window(window, target, ranks, min_calls)
         round_seconds += calls[name] * call_seconds
-    rounds = num_windows or min(MAX_WINDOWS, max(MIN_WINDOWS, round(seconds / max(round_seconds, 1e-9))))
+    affordable = round(seconds / max(round_seconds, 1e-9))
+    rounds = num_windows or min(MAX_WINDOWS, max(MIN_WINDOWS, affordable))
     samples: dict[Name, list[float]] = {name: [] for name in windows}
     for _ in range(rounds):
         for name, window in windows.items():
@@ -95,10 +99,11 @@ def interleave(
 
 
 def _calls_of_window(window: Window, target: float, ranks: Ranks, min_calls: int) -> tuple[int, float]:
-    """Return how many calls last about `target` seconds, and the seconds of one call."""
+    """Return the number of calls that last about `target` seconds, and the seconds of one call."""
     calls = min_calls
     elapsed = _slowest(window(calls), ranks)
-    while elapsed < target / 4:  # too short to tell: the first calls of a loader, for example, are ready already
+    # A short window may mislead: the first batches of a loader, for example, are ready when it is asked for them.
+    while elapsed < target / 4:
         calls *= 4
         elapsed = _slowest(window(calls), ranks)
     call_seconds = elapsed / calls
@@ -106,6 +111,7 @@ def _calls_of_window(window: Window, target: float, ranks: Ranks, min_calls: int
 
 
 def _slowest(seconds: float, ranks: Ranks) -> float:
+    """Return the largest value of any rank. Every rank calls this."""
     if ranks.world_size == 1:
         return seconds
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -115,7 +121,10 @@ def _slowest(seconds: float, ranks: Ranks) -> float:
 
 
 def spread(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
-    """Return median, quartile_1, quartile_3 of the samples times `scale`, and windows, which is how many there are."""
+    """Return median, quartile_1 and quartile_3 of the samples times `scale`, and the number of samples as "windows"."""
     scaled = [scale * sample for sample in samples]
-    lower, median, upper = statistics.quantiles(scaled, n=4, method="inclusive") if len(scaled) > 1 else 3 * scaled
+    if len(scaled) > 1:
+        lower, median, upper = statistics.quantiles(scaled, n=4, method="inclusive")
+    else:
+        lower = median = upper = scaled[0]
     return {"median": median, "quartile_1": lower, "quartile_3": upper, "windows": len(scaled)}

@@ -22,7 +22,7 @@ from trainer.data.index_build import (
     build_folder,
     file_name,
     find_class_names,
-    log_left_out,
+    log_skipped,
     open_without_waiting,
     some_names,
 )
@@ -347,7 +347,7 @@ def _keep(path: Path, content: IndexContent, notes: list[str]) -> None:
     for note in notes:
         _log.warning("%s", note)
     # The list of skipped files lies next to the index.
-    log_left_out(content, path.with_suffix(".bad.txt"))
+    log_skipped(content, path.with_suffix(".skipped.txt"))
     labels = content.columns["label"]
     split = content.metadata["split"]
     _log.info("split %s: indexed %d images (%s) in %s", split, len(labels), describe_labels(labels), path)

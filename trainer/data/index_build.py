@@ -197,22 +197,22 @@ def assemble_content(
     metadata: dict[str, Any],
     display_names: list[str],
 ) -> IndexContent:
-    """Join columns and verdicts to the content of an index; bad files are skipped and listed in it.
+    """Join columns and verdicts to the content of an index, which lists the bad files as skipped.
 
     columns, names, verdicts, display_names: one entry for each file; display_names are for messages. Raises InputError if no
     image remains.
     """
     # One flag for each file: keep it or not.
     kept = np.array([info.kind != "bad" for _, info in verdicts], bool)
-    bad = []
+    skipped = []
     for name, (_, info) in zip(display_names, verdicts, strict=True):
         if info.kind == "bad":
-            bad.append((printable(name), info.problem))
+            skipped.append((printable(name), info.problem))
     if not kept.any():
         split = metadata["split"]
         first = ""
-        if bad:
-            name, problem = bad[0]
+        if skipped:
+            name, problem = skipped[0]
             first = f"; {name}: {problem}"
         raise InputError(f"split {split}: no image among {len(names)} files{first}; {LAYOUT}")
     # Keep the rows of the images, and add the columns that the verdicts fill.
@@ -223,22 +223,22 @@ def assemble_content(
     columns["nbytes"] = np.array([nbytes for nbytes, _ in images], "<u4")
     columns["kind"] = np.array([info.kind == "convert" for _, info in images], "u1")
     image_names = [name for name, keep in zip(names, kept, strict=True) if keep]
-    return IndexContent(columns, image_names, metadata, bad)
+    return IndexContent(columns, image_names, metadata, skipped)
 
 
-def log_left_out(content: IndexContent, bad_list: Path) -> None:
-    """Log how many files were skipped and name the first three; `bad_list` is the file that lists all of them."""
-    if not content.bad:
+def log_skipped(content: IndexContent, skipped_list: Path) -> None:
+    """Log how many files were skipped and name the first three; `skipped_list` is the file that lists all of them."""
+    if not content.skipped:
         return
-    num_files = len(content.bad) + len(content.names)
-    examples = "; ".join(f"{name}: {problem}" for name, problem in content.bad[:3])
+    num_files = len(content.skipped) + len(content.names)
+    examples = "; ".join(f"{name}: {problem}" for name, problem in content.skipped[:3])
     _log.warning(
         "split %s: skipped %d of %d files that are not usable images: %s; %s lists all of them",
         content.metadata["split"],
-        len(content.bad),
+        len(content.skipped),
         num_files,
         examples,
-        bad_list,
+        skipped_list,
     )
 
 

@@ -54,12 +54,15 @@ class IndexContent:
     """The columns of the file except `name_end` and `names`."""
     names: list[str]
     metadata: dict[str, Any]
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
     """(name, problem) of each skipped file."""
 
 
 def write_index(path: Path, content: IndexContent) -> None:
-    """Write the index atomically, and SPLIT.bad.txt next to it if files were skipped. Raises InputError for too long names."""
+    """Write the index atomically, and SPLIT.skipped.txt next to it if files were skipped.
+
+    Raises InputError if the names are too long.
+    """
     # File names may contain bytes that are not UTF-8; surrogateescape preserves them.
     encoded = [name.encode("utf-8", "surrogateescape") for name in content.names]
     columns = dict(content.columns)
@@ -83,7 +86,7 @@ def write_index(path: Path, content: IndexContent) -> None:
         for array in columns.values():
             file.write(bytes(-file.tell() % _ALIGNMENT))
             file.write(array.tobytes())
-    _write_bad_list(path.with_suffix(".bad.txt"), content.bad)
+    _write_skipped_list(path.with_suffix(".skipped.txt"), content.skipped)
 
 
 def read_index(path: Path) -> tuple[dict[str, Any], Columns]:
@@ -197,11 +200,11 @@ def _unusable(path: Path, reason: str) -> str:
     return f"{path}: not a usable index: {reason}. Delete it, and the next start indexes the images again"
 
 
-def _write_bad_list(path: Path, bad: list[tuple[str, str]]) -> None:
+def _write_skipped_list(path: Path, skipped: list[tuple[str, str]]) -> None:
     """Write NAME<tab>PROBLEM for each skipped file, or delete an old list if no file was skipped."""
-    if not bad:
+    if not skipped:
         path.unlink(missing_ok=True)
         return
-    lines = [f"{name}\t{problem}\n" for name, problem in bad]
+    lines = [f"{name}\t{problem}\n" for name, problem in skipped]
     with atomic_write(path) as file:
         file.writelines(line.encode("utf-8", "surrogateescape") for line in lines)

@@ -33,7 +33,7 @@ from trainer.data.image_probe import decode_rgb
 from trainer.data.index import Index
 from trainer.data.plan import Planner
 from trainer.data.printable import printable
-from trainer.data.quarantine import BadImages, read_quarantine
+from trainer.data.quarantine import SkippedImages, read_quarantine
 from trainer.data.reader import ImageReader
 from trainer.distributed.cores import own_cores
 from trainer.errors import InputError
@@ -165,7 +165,7 @@ class ViewLoader:
         self.batch_size = batch_size
         # A resumed run must replace the images that were replaced before.
         known = read_quarantine(quarantine, first_step) if quarantine else {}
-        self.bad = BadImages(index, config.max_skipped_share, known, quarantine, rank)
+        self.skipped = SkippedImages(index, config.max_skipped_share, known, quarantine, rank)
         self._reader = ImageReader(index, config.max_image_pixels)
         self._place = _placement(index, config, batch_size, device)
         self._num_readers = config.threads or own_cores()
@@ -302,14 +302,14 @@ class ViewLoader:
             decode_rgb(data.tobytes())
             self._reader.refused_by_dali.add(image_id)
         except InputError as error:
-            self.bad.add(image_id, str(error), step)
+            self.skipped.add(image_id, str(error), step)
         return True
 
     def _prepare(self, step: int) -> Prepared:
         """Read the images of a step, with many threads, and compute the graph's inputs."""
         request = self.requests(step)
         # The share of skipped images is taken over all images read.
-        self.bad.images_read += len(request.image_ids)
+        self.skipped.images_read += len(request.image_ids)
         # Each reader takes one image at a time; map keeps their order.
         load = partial(self._usable, step)
         usable = list(self._readers.map(load, request.image_ids.tolist()))
@@ -329,11 +329,11 @@ class ViewLoader:
         for offset in range(len(self.index)):
             # The next image of the data set replaces a skipped one; the last is followed by the first.
             candidate = (image_id + offset) % len(self.index)
-            if candidate not in self.bad.ids:
+            if candidate not in self.skipped.ids:
                 data, problem = self._load(candidate)
                 if problem is None:
                     return candidate, data
-                self.bad.add(candidate, problem, step)
+                self.skipped.add(candidate, problem, step)
         raise InputError("no image of the set can be used; run `wmse check-data` on it")
 
     def _load(self, image_id: int) -> tuple[NDArray[np.uint8], str | None]:

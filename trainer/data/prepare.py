@@ -1,7 +1,7 @@
 """Convert an image folder or a published data set to tar shards (WebDataset convention) with an index and class names.
 
-DEST holds SPLIT-000000.tar, ..., SPLIT.index, dataset.json and, if files were skipped, SPLIT.bad.txt. The same input gives the
-same bytes. The images of a split are shuffled once, for programs that read shards in order (this one does not).
+DEST holds SPLIT-000000.tar, ..., SPLIT.index, dataset.json and, if files were skipped, SPLIT.skipped.txt. The same input gives
+the same bytes. The images of a split are shuffled once, for programs that read shards in order (this one does not).
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from trainer.data.index_build import (
     build_folder,
     find_class_names,
     list_class_folders,
-    log_left_out,
+    log_skipped,
 )
 from trainer.data.index_file import write_index
 from trainer.data.named_datasets import SETS, ArraySplit, load_split
@@ -52,7 +52,7 @@ def prepare(
     """Write SOURCE, an image folder (ROOT/SPLIT/CLASS/IMAGE) or a name in `named_datasets.SETS`, as a prepared set to DEST.
 
     DEST must be missing or empty, and appears only when it is complete. After an interruption the same call keeps the splits
-    that were complete. SPLIT.bad.txt lists the skipped files.
+    that were complete. SPLIT.skipped.txt lists the skipped files.
 
     splits: the splits to take; None: all.
     max_images: largest number of images of a split, spread evenly over its classes.
@@ -73,7 +73,7 @@ def prepare(
         class_names = _common_classes(source, names_by_split)
         counts = {}
         # Write one split after the other; an interruption loses only the current one.
-        for split, (images, bad) in sources.items():
+        for split, (images, skipped) in sources.items():
             limit = min(max_images.get(split, len(images)), len(images))
             # A split is complete only if it was written with the same settings.
             settings = json.dumps([_identity(images), class_names, limit, images_per_shard, shrink])
@@ -84,14 +84,14 @@ def prepare(
                     partial,
                     split=split,
                     class_names=class_names,
-                    bad=bad,
+                    skipped=skipped,
                     limit=limit,
                     images_per_shard=images_per_shard,
                     shrink=shrink,
                     progress=progress,
                 )
                 write_index(partial / f"{split}.index", content)
-                log_left_out(content, dest / f"{split}.bad.txt")
+                log_skipped(content, dest / f"{split}.skipped.txt")
                 write_text(partial / f"{split}{_COMPLETE}", settings)
             index = Index(partial / f"{split}.index", partial, list_shards(partial, split))
             counts[split] = len(index)
@@ -226,7 +226,7 @@ def _open_source(
 ) -> tuple[Index | ArraySplit, list[tuple[str, str]]]:
     """Open a split; return its images, and (name, problem) of each file that can't be used."""
     if source in SETS:
-        # A published data set is loaded as arrays and has no bad files.
+        # A published data set is loaded as arrays and has no files to skip.
         download_dir.mkdir(parents=True, exist_ok=True)
         return load_split(source, split, download_dir), []
     root = Path(source).expanduser()
@@ -241,7 +241,7 @@ def _open_source(
     path = partial / SOURCE_INDEX / f"{split}.index"
     path.parent.mkdir(exist_ok=True)
     write_index(path, content)
-    return Index(path, root), content.bad
+    return Index(path, root), content.skipped
 
 
 def _common_classes(source: str, names_by_split: dict[str, list[str]]) -> list[str]:

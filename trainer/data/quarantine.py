@@ -28,14 +28,14 @@ from trainer.data.printable import printable
 from trainer.errors import InputError
 from trainer.files import write_text
 
-FEWEST_BAD = 10  # fewer skipped images never stop a run: a few bad files in a small data set are no reason to stop
+FEWEST_SKIPPED = 10  # fewer skipped images never stop a run: a few bad files in a small data set are no reason to stop
 FEWEST_FOUND = 100  # if one rank found fewer skipped images, their share of the images it read says too little
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
-class BadImages:
+class SkippedImages:
     """The skipped images of a data set on this rank. Safe to use from many threads.
 
     max_share: largest share of skipped images, see data.max_skipped_share.
@@ -93,7 +93,7 @@ class BadImages:
         skipped = len(self.ids)
         # Images that earlier runs found do not count here, because the images that those runs read are not known.
         found = skipped - self._num_known
-        if skipped >= FEWEST_BAD and skipped > self.max_share * len(self.index):
+        if skipped >= FEWEST_SKIPPED and skipped > self.max_share * len(self.index):
             counts = f"{skipped} of the {len(self.index)} images of the set"
             share = skipped / len(self.index)
         elif found >= FEWEST_FOUND and found > self.max_share * self.images_read:

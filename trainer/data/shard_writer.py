@@ -68,7 +68,7 @@ def write_shards(
     *,
     split: str,
     class_names: list[str],
-    bad: list[tuple[str, str]],
+    skipped: list[tuple[str, str]],
     limit: int,
     images_per_shard: int,
     shrink: Shrink | None,
@@ -76,13 +76,13 @@ def write_shards(
 ) -> IndexContent:
     """Write FOLDER/SPLIT-000000.tar, ... with at most `limit` images, and return the content of their index.
 
-    bad: (name, problem) of the files already skipped; the index lists these and those that are skipped here.
+    skipped: (name, problem) of the files that are skipped already; the index lists these and those that are skipped here.
     Raises InputError if no image can be used.
     """
-    bad = list(bad)
+    skipped = list(skipped)
     ids = choose_images(images.labels, limit).tolist()
     # The samples are read lazily, while the shards are written.
-    samples = _read_samples(images, ids, shrink, bad)
+    samples = _read_samples(images, ids, shrink, skipped)
     # Samples are read while the shards are written, so at most READ_AHEAD images are in memory.
     numbered = enumerate(with_progress(samples, limit, f"write {split}", progress))
     # Cut the stream of samples into shards of `images_per_shard`.
@@ -95,10 +95,10 @@ def write_shards(
                 _add_member(tar, f"{sample.key}.cls", str(sample.label).encode())
     shards = list_shards(folder, split)
     if not shards:
-        raise InputError(f"split {split}: none of its images can be used; the first: {': '.join(bad[0])}")
+        raise InputError(f"split {split}: none of its images can be used; the first: {': '.join(skipped[0])}")
     # Index the shards that were written, not the source: the index must match their bytes.
     content, _ = build_shards(shards, split, class_names, progress)
-    content.bad = bad
+    content.skipped = skipped
     return content
 
 
@@ -106,9 +106,9 @@ def _read_samples(
     images: Index | ArraySplit,
     ids: list[int],
     shrink: Shrink | None,
-    bad: list[tuple[str, str]],
+    skipped: list[tuple[str, str]],
 ) -> Iterator[Sample]:
-    """Yield the usable images in the order of `ids` and append the others to `bad`. Many threads read the images."""
+    """Yield the usable images in the order of `ids` and append the others to `skipped`. Many threads read the images."""
     keys: set[str] = set()  # keys in use
     with ThreadPoolExecutor(READ_THREADS) as pool:
         for start in range(0, len(ids), READ_AHEAD):
@@ -118,7 +118,7 @@ def _read_samples(
             for i, (data, suffix, problem) in zip(window, found, strict=True):
                 name = images.name(i)
                 if problem:
-                    bad.append((name, problem))
+                    skipped.append((name, problem))
                 else:
                     key = _new_key(name, keys)
                     yield Sample(key, suffix, data, int(images.labels[i]))

@@ -111,7 +111,7 @@ class ShardContents(NamedTuple):
     """The contents of a shard."""
 
     samples: list[Sample]
-    left_out: list[str]  # members that look like images of their own but are further parts of a sample
+    skipped: list[str]  # members that look like images of their own but are further parts of a sample
 
 
 class _Header(tarfile.TarInfo):
@@ -198,7 +198,7 @@ def build_shards(
             verdicts += shard_verdicts
             shard_numbers += [number] * len(contents.samples)
             display_names += [printable(f"{shard_name}/{sample.member}") for sample in contents.samples]
-            skipped += [f"{shard_name}/{name}" for name in contents.left_out]
+            skipped += [f"{shard_name}/{name}" for name in contents.skipped]
     labels = np.array([sample.label for sample in samples], "<i4")
     class_names = name_classes(labels, class_names, display_names, max_classes)
     # Where the bytes of each image are; `assemble_content` adds the columns that describe it.
@@ -361,10 +361,10 @@ def _inspect_shard(shard: Path) -> tuple[ShardContents, list[Verdict]]:
     return contents, verdicts
 
 
-def shard_notes(split: str, labels: np.ndarray, left_out: list[str], shards: list[Path]) -> list[str]:
+def shard_notes(split: str, labels: np.ndarray, skipped: list[str], shards: list[Path]) -> list[str]:
     """Describe what looks unintended in the shards of a split.
 
-    labels: (n,) with -1 for none. left_out: members that look like images of their own but are parts of other samples.
+    labels: (n,) with -1 for none. skipped: members that look like images of their own but are parts of other samples.
     """
     notes = []
     digits = [re.findall(r"-(\d+)\.tar", shard.name)[-1] for shard in shards]
@@ -381,10 +381,10 @@ def shard_notes(split: str, labels: np.ndarray, left_out: list[str], shards: lis
         notes.append(f"split {split}: several shards have the same number; all of them are read")
     if (unlabelled := int((labels < 0).sum())) > 0:
         notes.append(f"split {split}: {unlabelled} of {len(labels)} images have no label")
-    if left_out:
+    if skipped:
         notes.append(
-            f"split {split}: {len(left_out)} images with several dots in their names are parts of other samples and are "
-            f"skipped ({some_names(left_out)})"
+            f"split {split}: {len(skipped)} images with several dots in their names are parts of other samples and are "
+            f"skipped ({some_names(skipped)})"
         )
     return notes
 

@@ -203,7 +203,7 @@ def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Pat
             problem = str(error).removeprefix(f"{shard}: ")
             report.add_bad(packed.name, problem)
             continue
-        skipped += [f"{packed.name}/{name}" for name in contents.left_out]
+        skipped += [f"{packed.name}/{name}" for name in contents.skipped]
         for sample in contents.samples:
             name = f"{shard.name}/{sample.member}"
             image = StoredImage(

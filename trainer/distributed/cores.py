@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.distributed.ranks import Ranks, find_ranks
 
-_CORES_FOR_A_GPU = 6  # to decode and augment for one fast GPU; docs/performance.md has what a core gives
+_CORES_FOR_A_GPU = 6  # to decode and augment for one fast GPU; docs/measurements.md has what a core gives
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

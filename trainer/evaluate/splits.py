@@ -70,7 +70,7 @@ def unusable_files(split: Split) -> int:
 
 
 def _list_of_unusable_files(split: Split) -> Path:
-    return split.index.path.with_suffix(".bad.txt")
+    return split.index.path.with_suffix(".skipped.txt")
 
 
 def _warnings(train: Split, test: Split) -> list[str]:

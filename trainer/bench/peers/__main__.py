@@ -1,10 +1,10 @@
-"""Compare parts of this program with what others use, alternating in one run.
+"""Compare parts of this program with common alternatives, in alternating windows of one run.
 
     python -m trainer.bench.peers --config FILE --data.root DIR [--only loader,loss,optimizer,options] [--seconds S]
         [--out JSON] [--loader_images N] [--workers W] [--ranks R] [--section.key value ...]
 
-The loss is compared at one rank's share of a step, for --ranks R that share it. "options" compares our loader with itself when
-it uses the options that buy time. Prints a table; JSON on the last line.
+The loss is compared at the share of one of --ranks R ranks. "options" compares our loader with and without the options that buy
+time. Prints a table, and JSON on the last line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULT_PARTS = "loader,loss,optimizer"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print and write. Returns the exit code."""
+    """Measure, print and write the result. Returns the exit code."""
     own, settings = _parser().parse_known_args(argv)
     try:
         result = compare(load_config(own.config, settings, check_method="loss" in own.only), own)
@@ -49,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(config: Config, own: argparse.Namespace) -> dict[str, Any]:
-    """Measure each part in an equal share of the seconds. Raises InputError for an unknown part."""
+    """Measure each part for an equal share of the seconds. Raises InputError for an unknown part."""
     device = choose_device(config, Ranks())
+    # On two cores a step of 4,096 images takes more than a minute, too long for a window.
     images = own.loader_images or config.data.images_per_step
     smaller = replace(config, data=replace(config.data, images_per_step=images))
     parts: dict[str, Callable[[float], dict[str, Any]]] = {
@@ -62,18 +63,22 @@ def compare(config: Config, own: argparse.Namespace) -> dict[str, Any]:
     chosen = own.only.split(",")
     unknown = [name for name in chosen if name not in parts]
     if unknown:
-        raise InputError(f"--only {own.only}: {unknown[0]!r} is none of {', '.join(parts)}")
-    results = {name: parts[name](own.seconds / len(chosen)) for name in chosen}
+        raise InputError(f"--only {own.only}: there is no part {unknown[0]!r}; choose from {', '.join(parts)}")
+    share = own.seconds / len(chosen)
+    results = {name: parts[name](share) for name in chosen}
     return {"bench": "peers", "config": str(own.config), "seconds": own.seconds, **results, **provenance(device)}
 
 
 def _compare_losses(config: Config, ranks: int, seconds: float) -> dict[str, Any]:
+    """Compare the implementations of the loss by forward and backward. `ranks`: ranks that divide the global batch."""
     (measured,) = bench_config(config, ranks, seconds)["results"]
     figures = {name: modes["forward_backward"] for name, modes in measured["figures"].items()}
+    # How many times as long as our loss the baselines take.
+    ours = figures["torch"]["median"]
     return {
         "unit": "microseconds of forward and backward",
         "figures": figures,
-        "times": {name: figures[name]["median"] / figures["torch"]["median"] for name in ("loop", "reference")},
+        "times": {name: figures[name]["median"] / ours for name in ("loop", "reference")},
         "shape": measured["shape"],
     }
 
@@ -82,13 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m trainer.bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--config", type=Path, required=True, help="experiment to measure")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--only", default=DEFAULT_PARTS, help=f"parts, separated by commas (default {DEFAULT_PARTS})")
-    parser.add_argument("--seconds", type=float, default=90.0, help="in all, shared by the parts")
+    parser.add_argument("--seconds", type=float, default=90.0, help="time for all parts together (default 90)")
     parser.add_argument("--workers", type=int, default=own_cores(), help="processes of torchvision's DataLoader")
-    parser.add_argument("--ranks", type=int, default=1, help="that share a step, for the loss")
-    parser.add_argument("--loader_images", type=int, default=0, help="images of a loader's step; default: the config's")
+    parser.add_argument("--ranks", type=int, default=1, help="loss: number of ranks that divide the global batch")
+    parser.add_argument("--loader_images", type=int, default=0, help="loader: images of a step (default: the config's)")
     return parser
 
 

@@ -1,9 +1,9 @@
-"""DALI with its own random operators, as one would write it without a plan.
+"""A loader with DALI's random operators, as one would write it without a plan.
 
-There are two forms: one decodes an image and crops it d times, the other decodes the crop of each view (`image_random_crop`).
-Both read with DALI's file reader, do all of colour in one `color_twist`, blur only the chosen views (`if` in the graph) with
-DALI's own window for a sigma, and use DALI's own iterator. Every random operator needs a seed of its own: DALI merges two
-operators with the same one, and would so merge views.
+There are two forms. One decodes an image once and crops it d times; the other decodes the crop of each view
+(`image_random_crop`). Both use DALI's file reader and iterator, change all colours in one `color_twist`, and blur only the
+chosen views (`if` in the graph) with DALI's default window for a sigma. Every random operator needs a different seed, because
+DALI merges operators with equal seeds, which would make the views equal.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ Seeds = Iterator[int]
 
 def dali_batches(config: Config, *, decode_once: bool) -> Iterator[Any]:
     """Yield batches on the CPU: {"view0": (N, S, S, 3) uint8, ...}. Raises InputError for a set of shards."""
-    data, recipe = config.data, config.views
+    data = config.data
+    recipe = config.views
     index = open_index(Path(data.root), data.train_split)
     if not index.is_folder:
-        raise InputError(f"{data.root} holds shards: DALI's file reader, and so this peer, wants an image folder")
+        raise InputError(
+            f"{data.root} holds shards, but DALI's file reader needs an image folder: give one as --data.root"
+        )
     files = [str(index.root / index.split / index.name(i)) for i in range(len(index))]
 
     @pipeline_def(
@@ -44,18 +47,20 @@ def dali_batches(config: Config, *, decode_once: bool) -> Iterator[Any]:
     def graph() -> tuple[Any, ...]:
         seeds = itertools.count(config.seed + 1)
         encoded, _ = fn.readers.file(files=files, random_shuffle=True, seed=next(seeds), name="reader")
-        views = []
         if decode_once:
             image = fn.decoders.image(encoded, adjust_orientation=False)
             views = [_crop_of_pixels(image, recipe, seeds) for _ in range(recipe.num_views)]
         else:
             views = [_crop_of_file(encoded, recipe, seeds) for _ in range(recipe.num_views)]
-        return tuple(_blur(_color(_flip(v, recipe, seeds), recipe, seeds), recipe, seeds) for v in views)
+        # The same order as in the recipe: crop, flip, colour, blur.
+        flipped = [_flip(view, recipe, seeds) for view in views]
+        coloured = [_color(view, recipe, seeds) for view in flipped]
+        return tuple(_blur(view, recipe, seeds) for view in coloured)
 
     names = [f"view{view}" for view in range(recipe.num_views)]
     pipe = graph()
     pipe.build()
-    # drop_last would end an epoch of a small set every few batches: the reader goes round and round instead
+    # size -1 lets the reader start over without end, because an epoch of a small set has only few batches.
     return (outputs[0] for outputs in DALIGenericIterator([pipe], names, size=-1))
 
 
@@ -84,13 +89,15 @@ def _crop_of_file(encoded: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
 
 
 def _flip(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
-    return fn.flip(view, horizontal=fn.random.coin_flip(probability=recipe.flip_probability, seed=next(seeds)))
+    drawn = fn.random.coin_flip(probability=recipe.flip_probability, seed=next(seeds))
+    return fn.flip(view, horizontal=drawn)
 
 
 def _color(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
     jitter = fn.random.coin_flip(probability=recipe.color_probability, seed=next(seeds))
     gray = fn.random.coin_flip(probability=recipe.gray_probability, seed=next(seeds))
 
+    # Without jitter every factor is 1; grey is a saturation of 0.
     def factor(strength: float) -> Any:
         drawn = fn.random.uniform(range=[max(0.0, 1 - strength), 1 + strength], seed=next(seeds))
         return 1 + jitter * (drawn - 1)
@@ -108,6 +115,7 @@ def _color(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
 def _blur(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
     drawn = fn.random.coin_flip(probability=recipe.blur_probability, dtype=types.BOOL, seed=next(seeds))
     sigma = fn.random.uniform(range=list(recipe.blur_sigma), seed=next(seeds))
+    # DALI runs this branch only for the views that draw a blur.
     if drawn:
         view = fn.gaussian_blur(view, sigma=sigma)
     return view

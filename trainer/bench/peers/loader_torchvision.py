@@ -1,4 +1,4 @@
-"""The loader that most public code uses: the workers of a DataLoader open each file with Pillow and transform it d times."""
+"""The loader of most public code: the workers of a DataLoader open each file with Pillow and transform it d times."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ class TorchvisionViews(Dataset):
 
 def torchvision_batches(config: Config, workers: int) -> Iterator[Any]:
     """Start a DataLoader with `workers` processes, which yields d tensors (N, 3, S, S) uint8."""
-    data = TorchvisionViews(open_index(Path(config.data.root), config.data.train_split), config.views)
+    index = open_index(Path(config.data.root), config.data.train_split)
+    data = TorchvisionViews(index, config.views)
     images = config.data.images_per_step
+    # This number of samples never ends in a measurement, so no epoch ends in a window.
     sampler = RandomSampler(data, replacement=False, num_samples=1 << 30)
     prefetch = 2 if workers else None
-    return iter(
-        DataLoader(data, images, sampler=sampler, num_workers=workers, prefetch_factor=prefetch, drop_last=True)
-    )
+    loader = DataLoader(data, images, sampler=sampler, num_workers=workers, prefetch_factor=prefetch, drop_last=True)
+    return iter(loader)

@@ -1,4 +1,4 @@
-"""Compare our loader with others, and with itself when it uses the options that buy time."""
+"""Compare our loader with other loaders, and with itself with the options that buy time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.data.index import Index, open_index
 from trainer.data.prepare import prepare
 from trainer.data.shard_writer import Shrink
 
-SIZES = (160, 128)  # of smaller views, as views.early_sizes draws them
+SIZES = (160, 128)  # sizes of smaller views in px, as in views.early_sizes
 MAX_SIDE = 400
 
 
 def peer_loaders(config: Config, workers: int) -> Loaders:
-    """Return what is compared: name -> a function that starts it."""
+    """Return the loaders to compare: name -> a function that starts one."""
     return {
-        "ours": partial(endless_loader, replace(config, device="cpu")),  # as the peers
+        "ours": partial(endless_loader, replace(config, device="cpu")),  # the peers run on the CPU as well
         "torchvision": partial(torchvision_batches, config, workers),
         "dali_decode_once": partial(dali_batches, config, decode_once=True),
         "dali_decode_per_view": partial(dali_batches, config, decode_once=False),
@@ -36,16 +36,18 @@ def peer_loaders(config: Config, workers: int) -> Loaders:
 
 
 def compare_with_peers(config: Config, seconds: float, workers: int) -> dict[str, Any]:
-    """Measure the views a second of each loader, and how many times as fast as each peer ours is."""
+    """Measure the views per second of each loader, and our speed as a multiple of each peer's."""
     figures = compare_loaders(peer_loaders(config, workers), views_of_step(config), seconds)
-    times = {name: figures["ours"]["median"] / f["median"] for name, f in figures.items() if name != "ours"}
+    ours = figures["ours"]["median"]
+    times = {name: ours / figure["median"] for name, figure in figures.items() if name != "ours"}
     return {"unit": "views a second", "figures": figures, "times": times, "workers": workers, **loader_sizes(config)}
 
 
 def compare_options(config: Config, seconds: float) -> dict[str, Any]:
-    """Measure the options that buy time, and how many times as fast as the config's loader each one is."""
+    """Measure the options that buy time, and the speed of each as a multiple of the config's loader."""
     index = open_index(Path(config.data.root), config.data.train_split)
     cache = _full_cache(index)
+    # Prepare the set with smaller images in a temporary folder.
     with tempfile.TemporaryDirectory() as folder:
         shrunk = Path(folder) / "shrunk"
         splits = [config.data.train_split]
@@ -67,11 +69,11 @@ def compare_options(config: Config, seconds: float) -> dict[str, Any]:
 
 
 def option_loaders(config: Config, shrunk: Path, cache: DecodeCache) -> Loaders:
-    """Return what is compared. shrunk: the set with smaller images. cache: with all images."""
-    small_views = {
-        f"views of {size} px": partial(endless_loader, replace(config, views=replace(config.views, size=size)))
-        for size in SIZES
-    }
+    """Return the loaders to compare. shrunk: folder of the set with smaller images. cache: a cache that holds all images."""
+    small_views = {}
+    for size in SIZES:
+        views = replace(config.views, size=size)
+        small_views[f"views of {size} px"] = partial(endless_loader, replace(config, views=views))
     small_files = replace(config, data=replace(config.data, root=str(shrunk)))
     return {
         "as the recipe": partial(endless_loader, config),
@@ -84,7 +86,9 @@ def option_loaders(config: Config, shrunk: Path, cache: DecodeCache) -> Loaders:
 def _full_cache(index: Index) -> DecodeCache:
     """Decode every image of the set into a cache."""
     cache = DecodeCache(index, SHARED_MEMORY / f"wmse_bench_{os.getpid()}", create=True)
+    # Without a name the memory is freed when this process ends, whatever ends it.
     cache.forget_name()
     for image_id in range(len(index)):
-        cache.put(image_id, np.asarray(decode_rgb(index.read(image_id))))
+        image = decode_rgb(index.read(image_id))
+        cache.put(image_id, np.asarray(image))
     return cache

@@ -1,4 +1,4 @@
-"""Compare our LARS with timm's and with torch's SGD: one update of the experiment's model each, alternating."""
+"""Compare our LARS with timm's LARS and torch's SGD, by updates of the experiment's model in alternating windows."""
 
 from __future__ import annotations
 
@@ -16,33 +16,40 @@ from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks
 from trainer.optimizer import build_optimizer, update
 
-RATE = 1e-3  # with gradients of 1e-3 weights stay about what they are, however many updates a window makes
+RATE = 1e-3  # with gradients of 1e-3 the weights hardly change, whatever the number of updates
 Step = Callable[[], Any]
 
 
 def compare_optimizers(config: Config, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Measure the microseconds of an update, and how many times as fast as each peer ours is.
+    """Measure the microseconds of an update, and our speed as a multiple of each peer's.
 
-    Every update gets the same random gradients, copied outside the clock, since some optimizers change them."""
+    Every update gets the same random gradients. They are copied before each update, outside the measured time, because some
+    optimizers change them."""
     made = optimizers(config, device)
     generator = torch.Generator(device).manual_seed(0)
     shapes = [p.shape for p in made["ours"][0].parameters()]
     gradients = [1e-3 * torch.randn(shape, device=device, generator=generator) for shape in shapes]
     windows = {name: _window(step, model, gradients, device) for name, (model, step) in made.items()}
-    figures = {name: spread(samples, 1e6) for name, samples in interleave(windows, seconds).items()}
+    samples = interleave(windows, seconds)
+    figures = {name: spread(values, 1e6) for name, values in samples.items()}
+    ours = figures["ours"]["median"]
     return {
         "unit": "microseconds an update",
         "figures": figures,
-        "times": {name: f["median"] / figures["ours"]["median"] for name, f in figures.items() if name != "ours"},
+        "times": {name: figure["median"] / ours for name, figure in figures.items() if name != "ours"},
         "parameters": sum(shape.numel() for shape in shapes),
         "tensors": len(shapes),
     }
 
 
 def optimizers(config: Config, device: torch.device) -> dict[str, tuple[nn.Module, Step]]:
-    """Return a model of its own and its update for each optimizer."""
+    """Build a separate model for each optimizer. Returns {name: (model, update)}."""
     settings = replace(config.optimizer, name="lars")
-    common: dict[str, Any] = {"lr": RATE, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
+    common: dict[str, Any] = {
+        "lr": RATE,
+        "momentum": settings.momentum,
+        "weight_decay": settings.weight_decay,
+    }
     lars = partial(timm.optim.Lars, trust_coeff=settings.trust_coefficient, **common)
     sgd = partial(torch.optim.SGD, **common)
     peers: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -52,22 +59,30 @@ def optimizers(config: Config, device: torch.device) -> dict[str, tuple[nn.Modul
     }
     if device.type == "cuda":
         peers["sgd_fused"] = partial(sgd, fused=True)
+    # Ours is measured through `update`, as a step calls it.
     model = _model(config, device)
     ours = build_optimizer(model, settings, device)
     failed = torch.zeros((), dtype=torch.bool, device=device)
     made: dict[str, tuple[nn.Module, Step]] = {"ours": (model, lambda: update(ours, RATE, failed))}
     for name, build in peers.items():
         model = _model(config, device)
-        made[name] = (model, build(model.parameters()).step)
+        optimizer = build(model.parameters())
+        made[name] = (model, optimizer.step)
     return made
 
 
 def _model(config: Config, device: torch.device) -> nn.Module:
-    return config.method_settings.build(config, Ranks(), device).networks
+    method = config.method_settings.build(config, Ranks(), device)
+    return method.networks
 
 
 def _window(step: Step, model: nn.Module, gradients: list[Tensor], device: torch.device) -> Window:
+    """Return a timer of updates that restores the gradients before each."""
     own = [torch.empty_like(gradient) for gradient in gradients]
     for weight, gradient in zip(model.parameters(), own, strict=True):
         weight.grad = gradient
-    return timed_after(lambda: torch._foreach_copy_(own, gradients), lambda _: step(), device)
+
+    def restore_gradients() -> None:
+        torch._foreach_copy_(own, gradients)
+
+    return timed_after(restore_gradients, lambda _: step(), device)

@@ -1,4 +1,4 @@
-"""Images that can't be used: named once, written down, known to a resumed run, and too many of them stop it."""
+"""Images that can't be used: named once, recorded, known to a resumed run, and too many of them stop it."""
 
 import json
 import logging
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.quarantine import BadImages, drop_quarantine_after, read_quarantine
+from trainer.data.quarantine import SkippedImages, drop_quarantine_after, read_quarantine
 from trainer.errors import InputError
 
 
 @dataclass
 class FewNames:
-    """What is asked of an index."""
+    """A stand-in for an index, with the methods that SkippedImages calls."""
 
     count: int = 1000
     root: Path = Path("/the set")
@@ -49,7 +49,7 @@ def quarantine(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read_again(quarantine: Path) -> None:
-    BadImages(FewNames(), 0.1, quarantine=quarantine, rank=3).add(7, "cut", step=5)
+    SkippedImages(FewNames(), 0.1, quarantine=quarantine, rank=3).add(7, "cut", step=5)
     assert read(quarantine) == [{"step": 5, "id": 7, "image": "c/7.jpg", "problem": "cut", "rank": 3}]
     assert read_quarantine(quarantine, 6) == {7: "c/7.jpg"}
     assert read_quarantine(quarantine, 5) == {}, "what step 5 found, a run that begins with step 5 finds itself"
@@ -99,13 +99,13 @@ def test_a_line_that_is_not_an_entry_is_ignored(kind: str, quarantine: Path, cap
 
 
 def test_ranks_that_write_at_once_do_not_mix_their_lines(quarantine: Path) -> None:
-    many = [BadImages(FewNames(), 1.0, quarantine=quarantine, rank=rank) for rank in range(4)]
+    many = [SkippedImages(FewNames(), 1.0, quarantine=quarantine, rank=rank) for rank in range(4)]
 
-    def add_all(bad: BadImages) -> None:
-        for i in range(bad.rank, 200, 4):
-            bad.add(i, "x" * 300, step=0)
+    def add_all(skipped: SkippedImages) -> None:
+        for i in range(skipped.rank, 200, 4):
+            skipped.add(i, "x" * 300, step=0)
 
-    threads = [threading.Thread(target=add_all, args=(bad,)) for bad in many]
+    threads = [threading.Thread(target=add_all, args=(skipped,)) for skipped in many]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -119,16 +119,16 @@ def test_one_line_is_one_write_at_the_end(quarantine: Path, monkeypatch: pytest.
     write_once, open_once = os.write, os.open
     monkeypatch.setattr(os, "open", lambda path, flag, mode=0: (flags.append(flag), open_once(path, flag, mode))[1])
     monkeypatch.setattr(os, "write", lambda fd, data: (written.append(data), write_once(fd, data))[1])
-    BadImages(FewNames(), 0.1, quarantine=quarantine).add(1, "cut", step=0)
+    SkippedImages(FewNames(), 0.1, quarantine=quarantine).add(1, "cut", step=0)
     assert len(written) == 1
     assert written[0].endswith(b"\n")
     assert flags[0] & os.O_APPEND
 
 
 def test_a_full_disk_costs_the_line_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bad = BadImages(FewNames(), 0.1, quarantine=tmp_path / "no such folder" / "quarantine.jsonl")
-    bad.add(1, "cut", step=0)
-    assert bad.ids == {1}
+    skipped = SkippedImages(FewNames(), 0.1, quarantine=tmp_path / "no such folder" / "quarantine.jsonl")
+    skipped.add(1, "cut", step=0)
+    assert skipped.ids == {1}
     assert "a resumed run will have to find c/1.jpg again" in caplog.text
 
 
@@ -139,7 +139,7 @@ def test_names_that_are_no_text_are_written(quarantine: Path) -> None:
         def name(self, i: int) -> str:
             return "c/a\udcff\n\"</script>'ü.jpg"
 
-    BadImages(Odd(), 0.1, quarantine=quarantine).add(1, 'no\n"picture"\x1b[2J', step=0)
+    SkippedImages(Odd(), 0.1, quarantine=quarantine).add(1, 'no\n"picture"\x1b[2J', step=0)
     assert quarantine.read_bytes().count(b"\n") == 1
     assert quarantine.read_bytes().isascii()
     assert read_quarantine(quarantine, 1) == {1: Odd().name(1)}
@@ -150,27 +150,27 @@ def test_names_that_are_no_text_are_written(quarantine: Path) -> None:
 
 def test_a_resumed_run_knows_counts_and_does_not_name_again(quarantine: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(quarantine, entry(2, 7), entry(3, 8, rank=1))
-    bad = BadImages(FewNames(), 0.1, read_quarantine(quarantine, 5), quarantine)
-    assert bad.ids == {7, 8}
-    bad.add(7, "gone", step=6)
+    skipped = SkippedImages(FewNames(), 0.1, read_quarantine(quarantine, 5), quarantine)
+    assert skipped.ids == {7, 8}
+    skipped.add(7, "gone", step=6)
     assert caplog.text == ""
-    bad.add(9, "cut", step=6)
-    assert bad.ids == {7, 8, 9}
+    skipped.add(9, "cut", step=6)
+    assert skipped.ids == {7, 8, 9}
     assert len(read(quarantine)) == 3
 
 
 def test_entries_about_another_set_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """--allow_changes may have brought other files under the same numbers."""
-    bad = BadImages(FewNames(count=8), 0.1, {7: "c/7.jpg", 6: "c/other.jpg", 8: "c/8.jpg"})
-    assert bad.ids == {7}
+    skipped = SkippedImages(FewNames(count=8), 0.1, {7: "c/7.jpg", 6: "c/other.jpg", 8: "c/8.jpg"})
+    assert skipped.ids == {7}
     assert "ignored 2 entries that do not match this set" in caplog.text
 
 
 def test_one_warning_an_image(caplog: pytest.LogCaptureFixture) -> None:
-    bad = BadImages(FewNames(), 0.1)
+    skipped = SkippedImages(FewNames(), 0.1)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            bad.add(7, "cut\nshort", step=0)
+            skipped.add(7, "cut\nshort", step=0)
     (record,) = caplog.records
     assert record.getMessage() == "skipped c/7.jpg: cut\\nshort; the next image of the set replaces it"
 
@@ -178,16 +178,16 @@ def test_one_warning_an_image(caplog: pytest.LogCaptureFixture) -> None:
 # --- too many ---
 
 
-def add(bad: BadImages, count: int, first: int = 0) -> None:
+def add(skipped: SkippedImages, count: int, first: int = 0) -> None:
     for i in range(first, first + count):
-        bad.add(i, "cut", step=0)
+        skipped.add(i, "cut", step=0)
 
 
 def test_a_share_of_a_small_set_stops_the_run_from_ten_on() -> None:
-    bad = BadImages(FewNames(500), 0.01)
-    add(bad, 9)
+    skipped = SkippedImages(FewNames(500), 0.01)
+    add(skipped, 9)
     with pytest.raises(InputError) as caught:
-        add(bad, 1, first=9)
+        add(skipped, 1, first=9)
     message = str(caught.value)
     assert message.startswith(
         "10 of the 500 images of the set can't be used (2.00%, more than data.max_skipped_share 1.00%)"
@@ -197,23 +197,23 @@ def test_a_share_of_a_small_set_stops_the_run_from_ten_on() -> None:
 
 
 @pytest.mark.parametrize(("images", "share", "most"), [(500, 0.1, 50), (10_000, 0.0, 9), (20, 0.0, 9), (20, 1.0, 20)])
-def test_so_many_of_the_set_may_be_bad(images: int, share: float, most: int) -> None:
-    bad = BadImages(FewNames(images), share)
-    bad.images_read = 1 << 40  # the other rule is not asked
-    add(bad, most)
+def test_at_most_this_share_of_the_set_may_be_skipped(images: int, share: float, most: int) -> None:
+    skipped = SkippedImages(FewNames(images), share)
+    skipped.images_read = 1 << 40  # the other rule is not asked
+    add(skipped, most)
     if most < images:
         with pytest.raises(InputError, match=f"{most + 1} of the {images} images of the set"):
-            add(bad, 1, first=most)
+            add(skipped, 1, first=most)
 
 
 def test_a_share_of_those_read_stops_the_run_from_a_hundred_on() -> None:
     """A large set whose files vanish must not read all of it first."""
-    bad = BadImages(FewNames(1_000_000), 0.01)
-    bad.images_read = 1000
-    add(bad, 99)
+    skipped = SkippedImages(FewNames(1_000_000), 0.01)
+    skipped.images_read = 1000
+    add(skipped, 99)
     with pytest.raises(InputError, match=r"^100 of the 1100 images read so far can't be used \(9.09%"):
-        add(bad, 1, first=99)
-    fine = BadImages(FewNames(1_000_000), 0.01)
+        add(skipped, 1, first=99)
+    fine = SkippedImages(FewNames(1_000_000), 0.01)
     fine.images_read = 50_000
     add(fine, 505)
     with pytest.raises(InputError, match=r"^506 of the 50506 images read"):
@@ -221,22 +221,22 @@ def test_a_share_of_those_read_stops_the_run_from_a_hundred_on() -> None:
 
 
 def test_a_share_of_1_never_stops_a_run_that_has_an_image_left() -> None:
-    """Each bad image costs another read, of the one that takes its place: no more can be bad than were read."""
-    bad = BadImages(FewNames(5_100), 1.0)
-    bad.images_read = 80
-    add(bad, 5_000)
-    assert len(bad.ids) == 5_000
+    """Each skipped image costs another read, of the one that takes its place: no more can be skipped than were read."""
+    skipped = SkippedImages(FewNames(5_100), 1.0)
+    skipped.images_read = 80
+    add(skipped, 5_000)
+    assert len(skipped.ids) == 5_000
 
 
 def test_known_images_are_no_share_of_what_this_run_read() -> None:
     """150 of a million known, and one more among the first few images: no reason to stop."""
     known = {i: f"c/{i}.jpg" for i in range(150)}
-    bad = BadImages(FewNames(1_000_000), 0.01, known)
-    bad.images_read = 16
-    add(bad, 1, first=150)
-    assert len(bad.ids) == 151
+    skipped = SkippedImages(FewNames(1_000_000), 0.01, known)
+    skipped.images_read = 16
+    add(skipped, 1, first=150)
+    assert len(skipped.ids) == 151
 
 
 def test_a_run_that_knows_too_many_does_not_begin(quarantine: Path) -> None:
     with pytest.raises(InputError, match=r"20 of the 100 images of the set can't be used.*all named in .*quarantine"):
-        BadImages(FewNames(100), 0.1, {i: f"c/{i}.jpg" for i in range(20)}, quarantine)
+        SkippedImages(FewNames(100), 0.1, {i: f"c/{i}.jpg" for i in range(20)}, quarantine)
