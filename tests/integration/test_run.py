@@ -360,7 +360,7 @@ def test_slices_that_fail_end_the_run_with_advice(
     save_checkpoint(run_dir / "checkpoints", content, keep_last=1)
     assert pretrain(tiny_config, tiny_set, run_dir, "--max_skipped_steps", "3") == 1
     error = capsys.readouterr().err
-    assert "4 steps in a row failed" in error
+    assert "the run skipped 4 updates in a row" in error
     assert state(run_dir) == ("failed", 1, 1)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000001.pt"]
 
@@ -399,7 +399,7 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
     monkeypatch.setattr("trainer.step.update", overflow)
     assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "2", "--checkpoint.keep_last", "1") == 1
     error = capsys.readouterr().err
-    assert "nothing was saved at step 2: checkpoint.model.encoder.conv1.0.weight is not finite" in error
+    assert "the checkpoint of step 2 was not saved: checkpoint.model.encoder.conv1.0.weight is not finite" in error
     assert "Traceback" not in error
     assert state(run_dir) == ("failed", 1, 1)
     assert [step for step, _ in list_checkpoints(run_dir / "checkpoints")] == [1]
@@ -414,8 +414,8 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
         (["--data.images_per_step", "64"], "has 48 images, but one step takes 64"),
         (["--loss.slise_size", "3"], "did you mean wmse.slice_size?"),
         (["--run_dir", ""], "run_dir is not set"),
-        (["--run_dir", "/proc/run"], "can't make the run folder"),
-        (["--init_from", "{tmp}/none.pt"], "no checkpoint"),
+        (["--run_dir", "/proc/run"], "cannot create the run folder"),
+        (["--init_from", "{tmp}/none.pt"], "none.pt does not exist"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--wmse.backend", "tritn"], "tritn"),
         (["--config", "{tmp}/none.yaml"], "no config file"),

@@ -80,7 +80,7 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
         lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
     log = (tmp_path / "run2" / "log.txt").read_text()
     assert "by groups of 2 neighbouring ranks" in log
-    assert "saved by 2 rank(s), continuing with 1" in log
+    assert "2 rank(s) saved the checkpoint, the run continues with 1" in log
     assert len(list((tmp_path / "run2" / "tensorboard").iterdir())) == 2  # one writer a start, not one a rank
     for one, two in zip(*lines, strict=True):
         assert (two["step"], two["lr"]) == (one["step"], one["lr"])

@@ -143,7 +143,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: py
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_3.json"}
     log = capsys.readouterr().err
-    assert log.count("step 1 is skipped: can't read checkpoint") == 3  # a temporary fault of a file system may pass
+    assert log.count("step 1 is skipped: cannot read checkpoint") == 3  # a temporary fault of a file system may pass
     assert "could not be read: step_00000001.pt, step_00000002.pt" in log
 
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_skipped(
     save_unchecked(run_dir / "checkpoints", content)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
-    assert "step 2 is skipped: can't use checkpoint" in capsys.readouterr().err
+    assert "step 2 is skipped: cannot use checkpoint" in capsys.readouterr().err
 
 
 def test_a_result_that_can_not_be_written_is_shown_and_measured_again(
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
     monkeypatch.setattr(evaluator, "load_checkpoint", load)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
-    assert "step 2 is skipped: no checkpoint" in capsys.readouterr().err
+    assert "step 2 is skipped: the checkpoint" in capsys.readouterr().err
 
 
 def test_it_waits_for_the_run_and_takes_what_comes(run_dir: Path, tmp_path: Path) -> None:

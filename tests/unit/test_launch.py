@@ -212,7 +212,7 @@ def test_a_run_folder_that_can_not_be_is_refused(
     folder: str, launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("--run_dir", f"{tmp_path}/{folder}", dry_run=False) == 2
-    assert "run_dir is" in (text := capsys.readouterr().err) or "can't make the run folder" in text
+    assert "run_dir is" in (text := capsys.readouterr().err) or "cannot create the run folder" in text
 
 
 def test_a_run_that_runs_or_has_other_settings_is_refused_at_once(

@@ -228,7 +228,7 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_skipped(
 ) -> None:
     run, contents = good
     assert resume_from(run, tmp_path, {1: contents[1], step: contents[2] | {"step": step}}) == 1
-    assert f"step {step} is beyond the run's last, 9" in caplog.text
+    assert f"step {step} is beyond the run's last step, 9" in caplog.text
 
 
 def test_other_settings_are_refused_though_an_older_checkpoint_has_these(
@@ -260,7 +260,9 @@ def test_weights_that_are_not_finite_are_never_saved(good: tuple[Run, dict[int, 
     broken["optimizer"]["state"][3]["exp_avg"].fill_(float("inf"))
     saver = Saver(tmp_path, keep_last=1)
     saver.save(broken)
-    with pytest.raises(TrainingFailedError, match=r"nothing was saved at step 2: .*state\.3\.exp_avg is not finite"):
+    with pytest.raises(
+        TrainingFailedError, match=r"the checkpoint of step 2 was not saved: .*state\.3\.exp_avg is not finite"
+    ):
         saver.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001.pt"]
     assert checkpoint_path(tmp_path, 1).read_bytes() == before
@@ -273,7 +275,7 @@ def test_ranks_that_find_different_checkpoints_do_not_go_on(run: Run, monkeypatc
     """As where a network file system shows one node a checkpoint that another does not see yet."""
     monkeypatch.setattr("trainer.run.resume._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("trainer.run.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
-    with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, others those of 0 to 4"):
+    with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, other ranks those of steps 0 to 4"):
         resume(run, MetricSums(run.step.method.metrics, run.device))
 
 

@@ -100,7 +100,7 @@ def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_pat
     found = {"link": "a link", "dangling link": "a link", "named pipe": "a named pipe"}.get(
         kind, "a file" if name in FOLDERS else "a folder"
     )
-    with pytest.raises(InputError, match=rf"can't use the run folder .*: {re.escape(name)} is {found}, not a f"):
+    with pytest.raises(InputError, match=rf"cannot use the run folder .*: {re.escape(name)} is {found}, not a f"):
         open_run_folder(str(run_dir))
     assert [path.name for path in run_dir.iterdir()] == [name]
     assert not other.is_file() or other.read_text() == "precious"

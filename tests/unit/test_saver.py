@@ -170,7 +170,7 @@ def test_a_folder_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with pytest.raises(FileNotFoundError):
         saver.wait()
     assert "NOT saved" in caplog.text
-    assert "there is no checkpoint to continue from" in caplog.text
+    assert "the run has no checkpoint to continue from" in caplog.text
 
 
 def test_a_fault_in_the_thread_is_raised_not_lost(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:

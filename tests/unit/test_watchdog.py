@@ -54,7 +54,7 @@ def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
     assert 2 <= len(warned) <= 4  # near 0.1, 0.2, 0.4, 0.8 s
     assert all("the run waits for the images of step 3 (reads cat.jpg for 9 s)" in text for text in warned)
     (ended,) = messages(caplog, logging.ERROR)
-    assert "(reads cat.jpg for 9 s). It ends here" in ended
+    assert "(reads cat.jpg for 9 s). The process ends" in ended
     (text,) = last
     assert text.endswith("the run waits for the images of step 3 (reads cat.jpg for 9 s)")
     assert ends == [1]
