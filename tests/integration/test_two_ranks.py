@@ -93,4 +93,4 @@ def test_images_that_ranks_cannot_share_are_refused(tiny_set: Path, tiny_config:
              "--data.images_per_step", "17", "--wmse.slice_size", "17"]  # fmt: skip
     for process in start(words, tmp_path, ranks=2):
         assert process.wait() == 2
-        assert "data.images_per_step is 17, which 2 ranks can't share evenly: take 34" in process.output()
+        assert "data.images_per_step is 17, which cannot be divided evenly among 2 ranks: use 34" in process.output()

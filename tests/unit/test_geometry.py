@@ -33,7 +33,7 @@ def test_a_micro_batch_holds_whole_slices() -> None:
     assert micro_batches(config_of(1536, images_per_micro_batch=700), 1536) == 3
     # quarters of 384 images would fit the limit of 400, but not hold whole slices
     assert micro_batches(config_of(1536, images_per_micro_batch=400), 1536) == 6
-    with pytest.raises(InputError, match=r"images_per_micro_batch is 200: the 1536 images .* take 256 or more"):
+    with pytest.raises(InputError, match=r"images_per_micro_batch is 200: the 1536 images .* use 256 or more"):
         micro_batches(config_of(1536, images_per_micro_batch=200), 1536)
 
 
@@ -60,7 +60,7 @@ def test_micro_batches_under_cuda_graphs_are_refused() -> None:
     """A replay writes over the gradients of the micro-batch before it, which live in the graph's memory."""
     graphs = replace(config_of(4096, images_per_micro_batch=256), cuda_graphs=True)
     assert micro_batches(graphs, 256) == 1
-    with pytest.raises(InputError, match="go through in 2 micro-batches"):
+    with pytest.raises(InputError, match="are divided into 2 micro-batches"):
         micro_batches(graphs, 512)
     with pytest.raises(InputError, match="cuda_graphs is true"):
         check_ranks(replace(config_of(4096, accumulation_steps=2), cuda_graphs=True), 1)

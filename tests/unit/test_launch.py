@@ -129,7 +129,7 @@ def test_an_array_over_configs(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nodes", "3"], "16, which 3 ranks can't share evenly"),
+        (["--nodes", "3"], "16, which cannot be divided evenly among 3 ranks"),
         (["--nodes", "x"], "--nodes is 'x'"),
         (["--ranks_per_node", "0"], "--ranks_per_node is 0"),
         (["--data.root", "/nowhere"], "/nowhere"),

@@ -103,12 +103,14 @@ def test_a_requeued_job_does_not_join_its_earlier_start(
 def test_a_node_whose_name_leads_nowhere_is_said(job: Callable[..., None], environment: pytest.MonkeyPatch) -> None:
     environment.setattr(rendezvous, "_RESOLVE_SECONDS", 0.1)
     job("9", nodes="no-such-node.invalid,b")
-    with pytest.raises(InputError, match=r"can't resolve no-such-node\.invalid, the node of rank 0"):
+    with pytest.raises(InputError, match=r"cannot resolve no-such-node\.invalid, the node of rank 0"):
         meet(Ranks(1, 2), SHORT)
 
 
 def test_several_ranks_need_an_address() -> None:
-    with pytest.raises(InputError, match=r"2 ranks, but MASTER_ADDR and MASTER_PORT not set: start with `wmse launch`"):
+    with pytest.raises(
+        InputError, match=r"2 ranks, but the environment lacks MASTER_ADDR and MASTER_PORT: start with `wmse launch`"
+    ):
         meet(Ranks(0, 2), SHORT)
 
 
@@ -124,13 +126,15 @@ def test_a_port_in_use_is_named(free_port: int, environment: pytest.MonkeyPatch)
     environment.setattr(rendezvous, "_CONNECT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", free_port)):
         with pytest.raises(
-            InputError, match=f"can't listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {free_port} .*in use"
+            InputError, match=f"cannot listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {free_port} .*in use"
         ):
             meet(Ranks(0, 2), SHORT)
         # what listens there never answers
-        with pytest.raises(InputError, match=f"rank 1: what listens on 127.0.0.1, port {free_port}, is not rank 0"):
+        with pytest.raises(
+            InputError, match=f"rank 1: the program that listens on 127.0.0.1, port {free_port}, is not rank 0"
+        ):
             meet(Ranks(1, 2), LONG)
-    with pytest.raises(dist.DistError, match=f"rank 0 did not come to 127.0.0.1, port {free_port}, within 2 s"):
+    with pytest.raises(dist.DistError, match=f"rank 0 did not listen on 127.0.0.1, port {free_port}, within 2 s"):
         meet(Ranks(1, 2), SHORT)
 
 
@@ -233,7 +237,7 @@ def test_a_rank_that_does_not_come_is_named(free_port: int, environment: pytest.
             compare_ranks(meet(ranks, SHORT), ranks, {}, SHORT, lambda: None)
 
     first, second, _ = on_ranks(3, work)
-    with pytest.raises(dist.DistError, match="rank 2 did not come within 2 s"):
+    with pytest.raises(dist.DistError, match="rank 2 did not join within 2 s"):
         first.result()
     assert second.exception() is not None
 
@@ -249,6 +253,6 @@ def test_all_ranks_together_are_waited_for_no_longer_than_the_time_out(free_port
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         first, _ = [pool.submit(join, Ranks(rank, 3)) for rank in (0, 1)]
-        with pytest.raises(dist.DistStoreError, match="rank 2 did not come"):
+        with pytest.raises(dist.DistStoreError, match="rank 2 did not join"):
             first.result()
         assert time.monotonic() - began < 7.0  # twice the time-out would be 7.5

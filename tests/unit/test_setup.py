@@ -51,12 +51,10 @@ def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path,
     assert run_of(tiny_set, tiny_config, *words).step.micro_batches == 3
     config = load_config(tiny_config, words)
     with pytest.raises(
-        InputError, match=r"accumulation_steps is 3: the 32 images .*multiples of 16 images.*; take 1, 2$"
+        InputError, match=r"accumulation_steps is 3: the 32 images .*multiples of 16 images.*; use 1, 2$"
     ):
         micro_batches(config, 32)
-    with pytest.raises(
-        InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, which wmse needs.*; take 1$"
-    ):
+    with pytest.raises(InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, as wmse needs.*; use 1$"):
         load_config(tiny_config, [*words, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
 
 
@@ -72,7 +70,7 @@ def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.Lo
         check_set_size(config, 50)
         assert not caplog.records
         check_set_size(config, 16)  # one step: enough
-    assert "expects 50 training images, this set has 16" in caplog.text
+    assert "expects 50 training images, this data set has 16" in caplog.text
 
 
 @pytest.mark.parametrize(
