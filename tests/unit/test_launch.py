@@ -61,7 +61,7 @@ def test_a_range_of_nodes_keeps_the_batch_and_says_what_changes(
     out = capsys.readouterr().out
     assert "1 node(s): 1 ranks, 48 images each in 3 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
     assert (
-        "2 node(s): 1 ranks (1 of 2 idle: the global batch can't be divided evenly among all), 48 images each in 3"
+        "2 node(s): 1 ranks (1 of 2 idle: the global batch cannot be divided evenly among all), 48 images each in 3"
         in out
     )
     assert "3 node(s): 3 ranks, 16 images each in 1 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
@@ -140,8 +140,8 @@ def test_an_array_over_configs(
         (["--run_dir", ""], "run_dir is not set"),
         (["--run_dir", "", "--array", "seed=1,2"], "run_dir is not set"),
         (["--array", "run_dir=a,b"], "--array is 'run_dir=a,b'"),
-        (["--run_dir", "a%j"], "batch scripts take no %"),
-        (["--run_dir", str(ROOT / "trainer" / "x")], "is inside the program itself"),
+        (["--run_dir", "a%j"], "names in batch scripts may not have %"),
+        (["--run_dir", str(ROOT / "trainer" / "x")], "is inside the code of this program"),
         (["--partitoin", "low"], "unknown setting partitoin"),
         (["--site", "/no/site.yaml"], "no config file /no/site.yaml"),
         (["--data_on_nodes"], "set data.expected_images"),
@@ -168,7 +168,7 @@ def test_options_of_a_cluster_are_refused_for_this_machine(
     words: list[str], launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(*words, cluster="local") == 2
-    assert "local" in capsys.readouterr().err
+    assert "this machine" in capsys.readouterr().err
 
 
 def test_what_is_submitted_is_fixed_at_that_moment(
@@ -182,7 +182,9 @@ def test_what_is_submitted_is_fixed_at_that_moment(
     monkeypatch.chdir(tmp_path)
     words = ("--run_dir", "runs/b", "--nodes", "1-3", "--data.images_per_step", "48", "--with_evaluator")
     assert launch(*words, dry_run=False) == 0
-    assert f"submitted job 77: {tmp_path}/runs/b\nsubmitted job 77: its evaluator" in capsys.readouterr().out
+    assert (
+        f"submitted job 77: {tmp_path}/runs/b\nsubmitted job 77: the evaluator of this run" in capsys.readouterr().out
+    )
     run_dir = tmp_path / "runs" / "b"
     record = json.loads((run_dir / "launch.json").read_text())
     assert (record["job_id"], record["nodes"], record["ranks_per_node"]) == ("77", "1-3", 1)
@@ -228,7 +230,7 @@ def test_a_run_that_runs_or_has_other_settings_is_refused_at_once(
     state = {"status": "running", "heartbeat": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
     (run_dir / "state.json").write_text(json.dumps(state))
     assert launch() == 2
-    assert f"process {os.getpid()} on {socket.gethostname()} has this run" in capsys.readouterr().err
+    assert f"is in use by process {os.getpid()} on {socket.gethostname()}: end it" in capsys.readouterr().err
 
 
 def test_a_micro_batch_of_fewer_nodes_holds_a_slice(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +257,7 @@ def test_a_run_whose_job_is_queued_is_not_submitted_twice(
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "launch.json").write_text(json.dumps({"job_id": "7"}))
     assert launch() == 2
-    assert "SLURM job 7 (PENDING) has this run" in capsys.readouterr().err
+    assert "is in use by SLURM job 7 (PENDING): end it" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_free_though_slurm_does_not_answer(

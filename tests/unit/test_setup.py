@@ -54,7 +54,9 @@ def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path,
         InputError, match=r"accumulation_steps is 3: the 32 images .*multiples of 16 images.*; use 1, 2$"
     ):
         micro_batches(config, 32)
-    with pytest.raises(InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, as wmse needs.*; use 1$"):
+    with pytest.raises(
+        InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, which wmse needs.*; take 1$"
+    ):
         load_config(tiny_config, [*words, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
 
 

@@ -185,7 +185,7 @@ def test_values_of_other_types_are_not_known(tmp_path: Path) -> None:
     (row,) = describe_runs([run])
     assert [row[key] for key in ("step", "total_steps", "epoch", "loss", "restarts", "job_id", "doing")] == [None] * 7
     json.dumps(row, allow_nan=False)
-    assert "can't read config.yaml" in "\n".join(table(200, run))
+    assert "cannot read config.yaml" in "\n".join(table(200, run))
 
 
 def test_words_of_a_run_can_t_move_the_cursor_or_be_markup(tmp_path: Path) -> None:
@@ -259,11 +259,11 @@ def test_what_is_no_run_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == 2
-    assert "no runs in ./runs" in capsys.readouterr().err
+    assert "./runs holds no run" in capsys.readouterr().err
     assert main(["status", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert main(["status", str(tmp_path / "gone")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_it_starts_without_torch_timm_and_dali(tmp_path: Path) -> None:
