@@ -1,4 +1,4 @@
-"""How a step is spread over ranks and micro-batches."""
+"""Division of a step among ranks and micro-batches."""
 
 from dataclasses import replace
 
@@ -44,12 +44,12 @@ def test_as_many_ranks_are_used_as_can_share_the_step(available: int, used: int)
     check_ranks(config, used)
 
 
-def test_a_step_that_not_even_one_rank_can_make_is_refused() -> None:
+def test_a_step_that_no_number_of_ranks_can_run_is_refused() -> None:
     with pytest.raises(InputError, match="images_per_micro_batch is 100"):
         usable_ranks(config_of(4096, images_per_micro_batch=100), 2)
 
 
-def test_batch_norm_sees_a_micro_batch_of_one_rank_or_of_all() -> None:
+def test_batch_norm_uses_a_micro_batch_of_one_rank_or_of_all() -> None:
     config = config_of(4096, images_per_micro_batch=256)
     assert [batch_norm_images(config, ranks) for ranks in (64, 16, 4)] == [64, 256, 256]
     over_all = replace(config, model=replace(config.model, batch_norm_ranks="all"))

@@ -34,7 +34,7 @@ def launch(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Launch:
     return call
 
 
-def test_the_batch_script_says_what_was_asked_for(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_script_has_the_given_options(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--partition", "gpu", "--account", "me", "--qos", "high", "--constraint", "h100", "--time", "1-00:00:00",
                "--gpus_per_node", "2", "--memory", "64G", "--cpus_per_task", "8", "--exclude", "n3", "--nodelist", "n[1-2]",
                "--dependency", "afterok:7", "--mail_user", "me@example.org", "--mail_type", "END", "--exclusive", "true",
@@ -53,7 +53,7 @@ def test_the_batch_script_says_what_was_asked_for(launch: Launch, capsys: pytest
     assert out.rstrip().endswith('exit "$code"')
 
 
-def test_a_range_of_nodes_keeps_the_batch_and_says_what_changes(
+def test_a_range_of_nodes_keeps_the_batch_and_reports_changes(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--data.images_per_step", "48", "--nodes", "1-3", "--ranks_per_node", "1")
@@ -147,7 +147,7 @@ def test_an_array_over_configs(
         (["--data_on_nodes"], "set data.expected_images"),
     ],
 )
-def test_what_can_not_train_is_refused_before_anything_is_submitted(
+def test_a_run_that_cannot_train_is_refused_before_submission(
     words: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert launch(*words) == 2
@@ -157,7 +157,7 @@ def test_what_can_not_train_is_refused_before_anything_is_submitted(
     assert not (tmp_path / "runs").exists()
 
 
-def test_data_on_the_nodes_are_not_looked_for_here(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_on_the_nodes_are_not_opened_here(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--data.root", "/local/set", "--data_on_nodes", "--data.expected_images", "480")
     assert launch(*words) == 0
     assert "images: 480 in /local/set" in capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_options_of_a_cluster_are_refused_for_this_machine(
     assert "this machine" in capsys.readouterr().err
 
 
-def test_what_is_submitted_is_fixed_at_that_moment(
+def test_later_edits_do_not_change_a_submitted_run(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By programs in the place of SLURM's: settings and code are copies, paths absolute, and what was submitted is noted."""
@@ -210,7 +210,7 @@ def test_a_mistake_for_the_evaluator_changes_nothing(
 
 
 @pytest.mark.parametrize("folder", ["tiny.yaml/x", "n" * 300, "a\0b"])
-def test_a_run_folder_that_can_not_be_is_refused(
+def test_an_impossible_run_folder_is_refused(
     folder: str, launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("--run_dir", f"{tmp_path}/{folder}", dry_run=False) == 2
@@ -260,7 +260,7 @@ def test_a_run_whose_job_is_queued_is_not_submitted_twice(
     assert "is in use by SLURM job 7 (PENDING): end it" in capsys.readouterr().err
 
 
-def test_a_finished_run_is_free_though_slurm_does_not_answer(
+def test_a_finished_run_can_be_launched_although_slurm_does_not_answer(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")

@@ -1,4 +1,4 @@
-"""Options of a cluster: one file, the same on the command line."""
+"""Site options from a file and from the command line."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_times_need_no_quotes(tmp_path: Path) -> None:
     assert (site.time, evaluator_site(site).time) == ("24:00:00", "1:30:00")
 
 
-def test_the_command_line_comes_last(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text("partition: a\ncpus_per_task: 4\ntime: 90\n")
     assert load_site(path, ["--partition", "b", "--cpus_per_task=8"]) == Site(partition="b", cpus_per_task=8, time="90")
@@ -65,7 +65,7 @@ def test_only_plain_options_come_from_the_command_line() -> None:
         evaluator_site(Site(evaluator={"evaluator": "x"}))
 
 
-def test_words_are_parted_into_options_of_the_site_and_settings() -> None:
+def test_words_are_split_into_site_options_and_settings() -> None:
     words = ["--seed", "1", "--partition", "low", "--time=30", "--data.root", "/set", "--views.crop_area", "[0.2,1]"]
     site, settings = split_site_words(words)
     assert site == ["--partition", "low", "--time=30"]
