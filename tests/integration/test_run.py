@@ -411,7 +411,7 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
         (["--data.root", "{tmp}/nowhere"], "nowhere"),
         (["--data.root", ""], "data.root is not set"),
         (["--data.train_split", "trian"], "trian"),
-        (["--data.images_per_step", "64"], "has 48 images, but one step takes 64"),
+        (["--data.images_per_step", "64"], "has 48 images, but one step needs 64"),
         (["--loss.slise_size", "3"], "did you mean wmse.slice_size?"),
         (["--run_dir", ""], "run_dir is not set"),
         (["--run_dir", "/proc/run"], "cannot create the run folder"),
