@@ -107,7 +107,7 @@ def test_a_signal_ends_a_run_whose_files_hang(
     rank.signal(signal.SIGTERM)
     assert rank.wait(90) == 75
     assert state(tmp_path / "run") == ("preempted", 75, 0)
-    assert "the run hangs and ends without another checkpoint" in rank.output()
+    assert "it hangs, and ends without another checkpoint" in rank.output()
 
 
 def test_a_signal_ends_ranks_that_wait_for_each_other(
