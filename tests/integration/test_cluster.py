@@ -100,7 +100,7 @@ def test_a_signal_ends_a_run_whose_files_hang(
     rank.signal(signal.SIGTERM)
     assert rank.wait(90) == 75
     assert state(tmp_path / "run") == ("preempted", 75, 0)
-    assert "the run hangs and ends without another checkpoint" in rank.output()
+    assert "it hangs, and ends without another checkpoint" in rank.output()
 
 
 def test_a_signal_ends_ranks_that_wait_for_each_other(
@@ -160,7 +160,7 @@ def test_a_run_goes_on_alike_on_fewer_nodes(
     assert [rank.wait() for rank in begin(words(*more, "--max_steps", "3"), 2)] == [0, 0]
     (alone,) = begin(words(*more))
     assert alone.wait() == 0
-    assert "saved by 2 rank(s), continuing with 1" in alone.output()
+    assert "2 rank(s) saved the checkpoint, the run continues with 1" in alone.output()
     assert "images, views and slices of each step stay the same, BatchNorm too" in alone.output()
     for ours, theirs in zip(metrics(tmp_path / "run"), metrics(tmp_path / "whole"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)

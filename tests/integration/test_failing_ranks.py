@@ -57,10 +57,10 @@ def test_a_rank_whose_reads_hang_ends_the_job_within_the_time_out(two_ranks: Cal
     first, second = two_ranks(*times, bad_reads=everything, bad_read="hangs", bad_reads_after=30)
     assert finish([first, second], 60) == [1, 1]
     said = second.output()
-    assert "rank 1: no news for" in said
+    assert "rank 1: no progress for" in said
     assert "waits for the images of step" in said
     assert "(reads " in said
-    assert "It ends here" in said
+    assert "The process ends" in said
     assert "in read" in said  # where each thread was
 
 

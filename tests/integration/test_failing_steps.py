@@ -40,7 +40,7 @@ def test_a_second_interrupt_stops_at_once(command: Callable[..., Words], tmp_pat
     """Where the first one can't be met: the files hang."""
     faults = Faults(bad_reads=tuple(range(48)), bad_read="hangs", bad_reads_after=60)
     (process,) = start(command("--log.stall_seconds", "0.5"), tmp_path, faults)
-    wait_until(lambda: "no news for" in process.output(), process)
+    wait_until(lambda: "no progress for" in process.output(), process)
     process.signal(signal.SIGINT)
     wait_until(lambda: "SIGINT" in process.output(), process)
     process.signal(signal.SIGINT)
@@ -66,7 +66,7 @@ def test_numbers_that_fail_leave_the_update_out(
     (process,) = start(words, tmp_path, Faults(poison=poison, poison_steps=(3, 5)))
     assert process.wait() == 0, process.output()
     for number, step in enumerate((3, 4), 1):
-        assert f"step {step}: {said}; no update was made on any rank ({number} in a row)" in process.output()
+        assert f"step {step}: {said}; all ranks skipped the update ({number} in a row)" in process.output()
     assert [line["skipped_steps"] for line in metrics(tmp_path / "run")] == [0, 2, 0]
     assert all(0 < line["loss"] < 4 for line in metrics(tmp_path / "run"))
     model = checkpoint(tmp_path / "run", STEPS)["model"]
@@ -82,7 +82,8 @@ def test_one_rank_whose_numbers_fail_is_named_and_no_rank_updates(
     slices = ("--model.embedding_size", "4", "--wmse.slice_size", "8", "--max_skipped_steps", "2")
     first, second = two_ranks(*slices, poison="embeddings", poison_steps=(3, 99))
     assert finish([first, second]) == [1, 1]
-    assert "3 steps in a row failed (max_skipped_steps 2), the last 5: rank 1: a slice of view 1" in first.output()
+    reason = "the last in step 5: rank 1: a slice of view 1"
+    assert f"the run skipped 3 updates in a row (max_skipped_steps is 2), {reason}" in first.output()
     assert "Try a smaller optimizer.learning_rate" in first.output()
     assert "Traceback" not in first.output() + second.output()
     assert state(tmp_path / "run") == ("failed", 1, 4)  # a fault that ends the run is known before step 6 is saved

@@ -120,7 +120,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(
     assert pretrain(tiny_config, tiny_set, run_dir, "--log.every_steps", "2", "--checkpoint.every_steps", "3") == 0
     assert metrics(run_dir) == metrics(whole_run)
     log = (run_dir / "log.txt").read_text()
-    assert "step_00000006.pt: it is cut off" in log
+    assert "step_00000006.pt: it is truncated" in log
     assert log.count(" commit ") == 2  # each start adds its lines
 
 
@@ -315,7 +315,7 @@ def test_encoder_of_another_run(
     assert (
         pretrain(tiny_config, tiny_set, tmp_path / "other", "--init_from", start, "--model.backbone", "resnet18") == 2
     )
-    assert "model.backbone and model.stem must be the same" in capsys.readouterr().err
+    assert "use the same model.backbone and model.stem" in capsys.readouterr().err
 
 
 def test_term_saves_and_exits_with_75(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_slices_that_fail_end_the_run_with_advice(
     save_checkpoint(run_dir / "checkpoints", content, keep_last=1)
     assert pretrain(tiny_config, tiny_set, run_dir, "--max_skipped_steps", "3") == 1
     error = capsys.readouterr().err
-    assert "4 steps in a row failed" in error
+    assert "the run skipped 4 updates in a row" in error
     assert state(run_dir) == ("failed", 1, 1)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_00000001.pt"]
 
@@ -375,7 +375,7 @@ def test_a_run_whose_every_step_failed_has_failed(
             value.zero_()
     start = save_checkpoint(tmp_path / "zeros", {k: content[k] for k in ("step", "model")}, keep_last=1)
     assert pretrain(tiny_config, tiny_set, tmp_path / "run", "--init_from", str(start)) == 1
-    assert "all 9 steps of the run failed" in capsys.readouterr().err
+    assert "the run skipped all 9 updates" in capsys.readouterr().err
     assert state(tmp_path / "run") == ("failed", 1, 0)
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == []
     assert metrics(tmp_path / "run")[-1]["loss"] is None
@@ -399,7 +399,7 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
     monkeypatch.setattr("trainer.step.update", overflow)
     assert pretrain(tiny_config, tiny_set, run_dir, "--max_steps", "2", "--checkpoint.keep_last", "1") == 1
     error = capsys.readouterr().err
-    assert "nothing was saved at step 2: checkpoint.model.encoder.conv1.0.weight is not finite" in error
+    assert "the checkpoint of step 2 was not saved: checkpoint.model.encoder.conv1.0.weight is not finite" in error
     assert "Traceback" not in error
     assert state(run_dir) == ("failed", 1, 1)
     assert [step for step, _ in list_checkpoints(run_dir / "checkpoints")] == [1]
@@ -411,11 +411,11 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
         (["--data.root", "{tmp}/nowhere"], "nowhere"),
         (["--data.root", ""], "data.root is not set"),
         (["--data.train_split", "trian"], "trian"),
-        (["--data.images_per_step", "64"], "has 48 images, but one step takes 64"),
+        (["--data.images_per_step", "64"], "has 48 images, but one step needs 64"),
         (["--loss.slise_size", "3"], "did you mean wmse.slice_size?"),
         (["--run_dir", ""], "run_dir is not set"),
-        (["--run_dir", "/proc/run"], "can't make the run folder"),
-        (["--init_from", "{tmp}/none.pt"], "no checkpoint"),
+        (["--run_dir", "/proc/run"], "cannot create the run folder"),
+        (["--init_from", "{tmp}/none.pt"], "none.pt does not exist"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--wmse.backend", "tritn"], "tritn"),
         (["--config", "{tmp}/none.yaml"], "no config file"),

@@ -80,7 +80,7 @@ def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, 
         lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
     log = (tmp_path / "run2" / "log.txt").read_text()
     assert "groups of 2 neighbouring ranks compute the loss together" in log
-    assert "saved by 2 rank(s), continuing with 1" in log
+    assert "2 rank(s) saved the checkpoint, the run continues with 1" in log
     assert len(list((tmp_path / "run2" / "tensorboard").iterdir())) == 2  # one writer a start, not one a rank
     for one, two in zip(*lines, strict=True):
         assert (two["step"], two["lr"]) == (one["step"], one["lr"])
@@ -93,4 +93,4 @@ def test_images_that_ranks_cannot_share_are_refused(tiny_set: Path, tiny_config:
              "--data.images_per_step", "17", "--wmse.slice_size", "17"]  # fmt: skip
     for process in start(words, tmp_path, ranks=2):
         assert process.wait() == 2
-        assert "data.images_per_step is 17, which 2 ranks can't share evenly: take 34" in process.output()
+        assert "data.images_per_step is 17, which cannot be divided evenly among 2 ranks: use 34" in process.output()

@@ -1,4 +1,4 @@
-"""Checkpoints are complete, never torn, read safely, and found by number."""
+"""Checkpoints are complete, written atomically, loaded safely, and found by step."""
 
 import errno
 import os
@@ -41,14 +41,14 @@ def steps_in(folder: Path) -> list[int]:
     return [step for step, _ in list_checkpoints(folder)]
 
 
-def test_keeps_the_newest_by_number(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_by_step_are_kept(tmp_path: Path) -> None:
     for step in (100_000_001, 1, 99_999_999, 100_000_001):  # numbers decide, not times or the alphabet
         save(tmp_path, step, keep_last=2)
     assert steps_in(tmp_path) == [99_999_999, 100_000_001]
 
 
-def test_what_was_just_saved_stays_although_there_are_later_ones(tmp_path: Path) -> None:
-    """A run goes on from step 200 where 300 and 400 are broken: its next checkpoint is the best there is."""
+def test_the_new_checkpoint_is_kept_although_later_ones_exist(tmp_path: Path) -> None:
+    """A run continues from step 200 because 300 and 400 are broken: its next checkpoint is the best one."""
     for step in (100, 200, 300, 400, 250):
         save(tmp_path, step, keep_last=2)
     assert steps_in(tmp_path) == [250, 300, 400]
@@ -62,7 +62,9 @@ def test_kept_steps_stay(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [260]
 
 
-def test_nothing_is_deleted_before_the_new_one_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_are_deleted_after_the_new_one_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
     real, there = os.replace, []
 
@@ -75,7 +77,7 @@ def test_nothing_is_deleted_before_the_new_one_is_in_place(tmp_path: Path, monke
     assert (there, steps_in(tmp_path)) == ([[1]], [2])
 
 
-def test_an_old_one_that_can_t_be_deleted_fails_no_save(
+def test_a_failed_deletion_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -86,11 +88,11 @@ def test_an_old_one_that_can_t_be_deleted_fails_no_save(
     monkeypatch.setattr(Path, "unlink", refuse)
     save(tmp_path, 2, keep_last=1)
     assert steps_in(tmp_path) == [1, 2]
-    assert "can't delete the old" in caplog.text
+    assert "cannot delete the old file" in caplog.text
     assert "step_00000001.pt" in caplog.text
 
 
-def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     checkpoint_path(tmp_path, 2).mkdir()
     assert steps_in(tmp_path) == [1]
@@ -102,7 +104,9 @@ def test_loads_what_was_saved_with_weights_only(tmp_path: Path) -> None:
     assert load_checkpoint(path)["model"]["w"].tolist() == [7.0] * 3
 
 
-def test_a_failed_save_leaves_the_old_ones_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_old_checkpoints_and_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
 
     def full(*_: object) -> None:
@@ -114,7 +118,7 @@ def test_a_failed_save_leaves_the_old_ones_and_no_rest(tmp_path: Path, monkeypat
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
 
 
-def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
+def test_the_temporary_file_of_a_killed_save_is_deleted(tmp_path: Path) -> None:
     """A process killed while it writes leaves its temporary file; some of them would fill the disk."""
     code = (
         "import os, pathlib, signal, sys; from trainer.files import atomic_write\n"
@@ -139,7 +143,7 @@ def files_up_to(limit: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("limit", [0, 100, 1_000_000, 4_000_000, 8_000_100])
-def test_a_full_disk_is_an_oserror_and_leaves_the_old_ones(limit: int, tmp_path: Path) -> None:
+def test_a_full_disk_raises_an_oserror_and_keeps_old_checkpoints(limit: int, tmp_path: Path) -> None:
     """torch's writer alone makes it a RuntimeError about positions. Limits: none of the file, its head, in the first tensor,
     between two, in the directory at the end."""
     save(tmp_path, 1)
@@ -150,8 +154,8 @@ def test_a_full_disk_is_an_oserror_and_leaves_the_old_ones(limit: int, tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
 
 
-def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that the temporary file could not be deleted, where its folder went with it."""
+def test_the_first_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the later error that the temporary file in the missing folder cannot be deleted."""
 
     def lost(*_: object) -> None:
         shutil.rmtree(tmp_path / "checkpoints")
@@ -162,13 +166,15 @@ def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         save(tmp_path / "checkpoints", 1)
 
 
-def test_a_folder_that_has_gone_is_not_made_again_somewhere_else(tmp_path: Path) -> None:
+def test_a_missing_run_folder_is_not_created_again(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         save(tmp_path / "unmounted" / "checkpoints", 1)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text"])
-def test_broken_newest_is_passed_over_and_named(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_newest_checkpoint_is_skipped_and_named(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     data = path.read_bytes()
@@ -179,7 +185,7 @@ def test_broken_newest_is_passed_over_and_named(damage: str, tmp_path: Path, cap
     assert "step_00000002.pt" in caplog.text
 
 
-def test_all_broken_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+def test_only_broken_checkpoints_are_an_error(tmp_path: Path) -> None:
     save(tmp_path, 1).write_bytes(b"")
     with pytest.raises(InputError, match="Move them away"):
         load_newest(tmp_path)
@@ -193,15 +199,15 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
 
     path = tmp_path / "step_00000001.pt"
     torch.save({"format": FORMAT, "step": 1, "model": Evil()}, path)
-    with pytest.raises(InputError, match="can't read checkpoint"):
+    with pytest.raises(InputError, match="cannot read checkpoint"):
         load_checkpoint(path)
     path.write_bytes(pickle.dumps(Evil()))  # nor in the format of before 2020
-    with pytest.raises(InputError, match="can't read checkpoint"):
+    with pytest.raises(InputError, match="cannot read checkpoint"):
         load_checkpoint(path)
     assert not (tmp_path / "pwned").exists()
 
 
-def test_what_a_safe_load_would_refuse_is_not_saved(tmp_path: Path) -> None:
+def test_content_that_a_safe_load_refuses_is_not_saved(tmp_path: Path) -> None:
     for value in (Path("x"), np.float64(1.0), {1}, b"x"):
         with pytest.raises(TypeError, match=rf"not a {type(value).__name__} as config\.deep\.1"):
             save_checkpoint(tmp_path, {"step": 1, "model": {}, "config": {"deep": [0, value]}}, 1)
@@ -211,7 +217,7 @@ def test_what_a_safe_load_would_refuse_is_not_saved(tmp_path: Path) -> None:
 def test_another_program_s_file_is_refused(tmp_path: Path) -> None:
     for content in ({"model": {}}, {"format": 1, "model": {}}, {"format": FORMAT}, {"format": FORMAT, "model": 1}, [1]):
         torch.save(content, tmp_path / "other.pt")
-        with pytest.raises(InputError, match="no checkpoint of this program"):
+        with pytest.raises(InputError, match="is not a checkpoint of this program"):
             load_checkpoint(tmp_path / "other.pt")
 
 
@@ -235,7 +241,7 @@ def rich_content() -> dict[str, Any]:
     }
 
 
-def test_every_kind_of_content_comes_back_and_is_checked(tmp_path: Path) -> None:
+def test_every_kind_of_content_is_loaded_and_checked(tmp_path: Path) -> None:
     content = rich_content()
     back = load_checkpoint(save_checkpoint(tmp_path, content, 1))
     assert back["sha256"] == content_digest(content | {"format": FORMAT})
@@ -246,7 +252,7 @@ def test_every_kind_of_content_comes_back_and_is_checked(tmp_path: Path) -> None
     assert back["optimizer"]["groups"] == content["optimizer"]["groups"]
 
 
-def test_the_digest_sees_every_change_and_no_order() -> None:
+def test_the_digest_depends_on_every_value_but_not_on_order() -> None:
     """One change each: a bit, a dtype of the same bytes, a shape, a place, a value, its type."""
 
     def changed(change: Callable[[dict[str, Any]], object]) -> str:
@@ -277,8 +283,8 @@ def test_the_digest_sees_every_change_and_no_order() -> None:
     assert changed(lambda c: c.update(sha256="?")) == digests[0]
 
 
-def test_any_flipped_byte_of_a_tensor_is_seen(tmp_path: Path) -> None:
-    """Neither torch's reader nor the zip's checksums, which it does not look at, see one."""
+def test_any_flipped_byte_of_a_tensor_is_detected(tmp_path: Path) -> None:
+    """torch's reader does not detect it, because it ignores the checksums of the zip file."""
     tensor = torch.randn(40, generator=torch.Generator().manual_seed(0))
     path = save_checkpoint(tmp_path, {"step": 1, "model": {"w": tensor}}, 1)
     whole = path.read_bytes()
@@ -292,7 +298,7 @@ def test_any_flipped_byte_of_a_tensor_is_seen(tmp_path: Path) -> None:
     load_checkpoint(path)
 
 
-def test_flipped_bytes_anywhere_are_seen_or_change_nothing(tmp_path: Path) -> None:
+def test_flipped_bytes_anywhere_are_detected_or_harmless(tmp_path: Path) -> None:
     """In the pickle and in the zip's own tables a safe load fails in a dozen ways; all must be skipped with their names."""
     content = rich_content()
     path = save_checkpoint(tmp_path, content, 1)
@@ -307,22 +313,22 @@ def test_flipped_bytes_anywhere_are_seen_or_change_nothing(tmp_path: Path) -> No
     assert refused > 100
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, rich_content(), 1)
     whole = path.read_bytes()
     for length in [0, 1, 3, 4, 100, *range(500, len(whole), 501), len(whole) - 22, len(whole) - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(InputError, match=r"can't read checkpoint .* it is cut off, damaged or not one"):
+        with pytest.raises(InputError, match=r"cannot read checkpoint .* it is truncated, damaged or not a checkpoint"):
             load_checkpoint(path)
 
 
-def test_prefixes_of_ddp_and_compile_are_taken_off() -> None:
+def test_prefixes_of_ddp_and_compile_are_removed() -> None:
     for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
         assert plain_names({f"{prefix}encoder.w": 0}) == {"encoder.w": 0}
     assert plain_names({"encoder._orig_mod.w": 0}) == {"encoder.w": 0}
 
 
-def test_prefixes_never_reach_a_file_and_are_read_all_the_same(tmp_path: Path) -> None:
+def test_prefixes_are_not_saved_but_can_be_loaded(tmp_path: Path) -> None:
     wrapped = {f"module._orig_mod.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
     path = save_checkpoint(tmp_path, {"step": 1, "model": wrapped}, 1)
     assert list(torch.load(path, weights_only=True)["model"]) == ["weight", "bias"]
@@ -331,16 +337,16 @@ def test_prefixes_never_reach_a_file_and_are_read_all_the_same(tmp_path: Path) -
     assert list(load_checkpoint(checkpoint_path(tmp_path, 2))["model"]) == ["weight", "bias"]
 
 
-def test_choosing_one(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no checkpoint"):
+def test_choosing_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no checkpoint"):
         choose_checkpoint(tmp_path, "last")
     for step in (3, 12):
         save(tmp_path / "checkpoints", step)
     assert choose_checkpoint(tmp_path, "last").name == "step_00000012.pt"
     assert choose_checkpoint(tmp_path, "3").name == "step_00000003.pt"
-    with pytest.raises(InputError, match=r"no checkpoint of step 4 .* there are: 3, 12"):
+    with pytest.raises(InputError, match=r"has no checkpoint of step 4; it has steps: 3, 12"):
         choose_checkpoint(tmp_path, "4")
-    with pytest.raises(InputError, match="no checkpoint"):
+    with pytest.raises(InputError, match=r"gone\.pt does not exist"):
         load_checkpoint(choose_checkpoint(tmp_path, str(tmp_path / "gone.pt")))
 
 
@@ -351,11 +357,11 @@ def test_an_encoder_of_other_sizes_is_refused(tmp_path: Path) -> None:
     load_encoder(same, path)
     assert torch.equal(same["encoder"].weight, given["encoder"].weight)
     assert torch.equal(same["projector"].weight, projector)
-    with pytest.raises(InputError, match=r"2 tensors differ, first encoder\.bias, encoder\.weight"):
+    with pytest.raises(InputError, match=r"2 tensors differ, the first are encoder\.bias, encoder\.weight"):
         load_encoder(other, path)
 
 
-def test_an_older_checkpoint_that_counts_batches_is_read_without_the_counts(tmp_path: Path) -> None:
+def test_batch_counts_of_older_checkpoints_are_dropped(tmp_path: Path) -> None:
     model = {"encoder.bn.running_mean": torch.zeros(2), "encoder.bn.num_batches_tracked": torch.tensor(7)}
     path = save_checkpoint(tmp_path, {"step": 1, "model": model, "optimizer": {}}, keep_last=1)
     assert list(load_checkpoint(path)["model"]) == ["encoder.bn.running_mean"]

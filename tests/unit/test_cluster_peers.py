@@ -1,4 +1,4 @@
-"""How ranks tell each other that one fails: over a real store, with ranks as threads of this process."""
+"""Failure reports between ranks, over a real store, with ranks as threads of this process."""
 
 import os
 import threading
@@ -77,7 +77,7 @@ def test_a_rank_that_ends_by_itself_in_time_is_not_ended(store: dist.Store, ends
     assert cause.exit_code == 1
 
 
-def test_a_checkpoint_that_is_being_written_is_waited_for(store: dist.Store, ends: list[int]) -> None:
+def test_the_end_waits_for_a_checkpoint_in_progress(store: dist.Store, ends: list[int]) -> None:
     first, second = of_rank(store, 0), of_rank(store, 1)
     saving = threading.Event()
     saving.set()
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(store: dist.Store, end
         wait_for(lambda: ends == [1])
 
 
-def test_the_rank_that_keeps_the_store_waits_until_every_other_rank_has_looked(
+def test_rank_0_keeps_the_store_until_every_other_rank_has_read_it(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own thread, or one that looks twice, must not count for one that has not looked."""
@@ -107,7 +107,7 @@ def test_the_rank_that_keeps_the_store_waits_until_every_other_rank_has_looked(
     assert 0.4 < time.monotonic() - began < 1.5
 
 
-def test_an_error_that_follows_from_another_rank_is_not_told(store: dist.Store) -> None:
+def test_an_error_caused_by_another_rank_is_not_reported(store: dist.Store) -> None:
     first, second = of_rank(store, 0), of_rank(store, 1)
     second.tell(dist.DistStoreError("timed out"))
     first.look()
@@ -139,7 +139,7 @@ def test_a_check_raises_on_every_rank_or_on_none(failing: int, store: dist.Store
     assert all(text.startswith(f"rank {failing} on ") and "/x: No such file" in text for _, text in raised)
 
 
-def test_one_process_alone_tells_nobody() -> None:
+def test_a_single_rank_reports_nothing() -> None:
     alone = Peers()
     alone.tell(RuntimeError("x"))
     alone.wait_until_heard()
@@ -151,7 +151,7 @@ def test_one_process_alone_tells_nobody() -> None:
         alone.check(FileNotFoundError(2, "No such file", "/x"))
 
 
-def test_rank_0_waits_for_no_rank_that_failed_by_itself(store: dist.Store) -> None:
+def test_rank_0_does_not_wait_for_ranks_that_failed_themselves(store: dist.Store) -> None:
     first, second = of_rank(store, 0), of_rank(store, 1)
     for peers in (first, second):
         peers.tell(RuntimeError("the same on both"))
@@ -160,7 +160,7 @@ def test_rank_0_waits_for_no_rank_that_failed_by_itself(store: dist.Store) -> No
     assert time.monotonic() - began < 0.15  # the limit is 0.2
 
 
-def test_what_all_ranks_have_checked_together_is_not_told_again(
+def test_an_error_that_all_ranks_know_is_not_reported_again(
     store: dist.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = [of_rank(store.clone(), rank) for rank in range(2)]  # a wait holds up a shared connection

@@ -1,4 +1,4 @@
-"""Cores of a rank, and what is said if they are too few."""
+"""Cores of a rank, and the warning if they are too few."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_a_container_quota_limits_them(tmp_path: Path) -> None:
     assert quota_cores(tmp_path, process) == 4
 
 
-def test_too_few_cores_are_warned_of_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_cores_give_a_warning_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
     asked = {**SRUN, "SLURM_CPUS_PER_TASK": "8"}
     (warning,) = core_warnings(find_ranks(asked), 1, on_gpu=True, env=asked)

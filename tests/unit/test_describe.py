@@ -106,7 +106,7 @@ def test_a_warm_up_longer_than_the_run_is_warned_of(tiny_config: Path) -> None:
 def test_a_dry_run_needs_a_set_or_its_size(tiny_config: Path) -> None:
     with pytest.raises(InputError, match=r"data\.expected_images is 0"):
         list(dry_run(load_config(tiny_config, []), 1))
-    with pytest.raises(InputError, match="has 15 images, but one step takes"):
+    with pytest.raises(InputError, match="has 15 images, but one step needs"):
         list(dry_run(load_config(tiny_config, ["--data.expected_images", "15"]), 1))
 
 

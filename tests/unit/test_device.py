@@ -28,7 +28,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_sees(
 
 def test_more_ranks_than_gpus_are_refused(visible: pytest.MonkeyPatch) -> None:
     visible.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(InputError, match=r"number 2 on its node, which shows it 2 GPU\(s\): start one per GPU"):
+    with pytest.raises(InputError, match=r"local rank 2 on its node, but sees only 2 GPU\(s\): start one rank per GPU"):
         choose_device(Config(), Ranks(2, 4, 2, 4))
 
 

@@ -44,13 +44,13 @@ def test_one_rank_a_node_works_before_the_others(
     assert order == expected
 
 
-def test_rows_are_consecutive_and_even() -> None:
+def test_images_of_a_rank_are_consecutive_and_even() -> None:
     assert [images_of_rank(Ranks(r, 4), 64).first for r in range(4)] == [0, 16, 32, 48]
-    with pytest.raises(InputError, match="take 63"):
+    with pytest.raises(InputError, match="use 63"):
         images_of_rank(Ranks(0, 3), 64)
-    with pytest.raises(InputError, match="take 3584"):  # whole slices of 256 as well
+    with pytest.raises(InputError, match="use 3584"):  # whole slices of 256 as well
         images_of_rank(Ranks(0, 7), 4096, 256)
-    with pytest.raises(InputError, match="take 8"):
+    with pytest.raises(InputError, match="use 8"):
         images_of_rank(Ranks(0, 8), 1)
 
 
@@ -58,7 +58,7 @@ def test_rows_are_consecutive_and_even() -> None:
     ("images", "world", "together", "size"),
     [(256, 16, 256, 1), (512, 8, 256, 1), (64, 64, 256, 4), (128, 32, 256, 2), (96, 8, 128, 4), (16, 1, 16, 1)],
 )
-def test_slice_groups_are_as_small_as_they_can_be(images: int, world: int, together: int, size: int) -> None:
+def test_loss_groups_are_as_small_as_possible(images: int, world: int, together: int, size: int) -> None:
     assert loss_group_size(images, world, together) == size
 
 
@@ -67,7 +67,7 @@ def test_groups_that_do_not_fit_the_ranks() -> None:
         loss_group_size(64, 6, 256)
 
 
-def test_slice_groups_are_neighbours_and_made_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_groups_are_neighbours_and_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[int]] = []
     timeouts = []
 
@@ -93,7 +93,7 @@ def test_precision_by_name() -> None:
     assert autocast_dtype(replace(Config(), precision="fp32"), cpu) is None
 
 
-def test_batch_norm_has_a_group_of_its_own(group_of_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_norm_has_a_separate_group(group_of_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In DDP's group its few numbers would wait behind the gradients; on a GPU its stream goes before others."""
     config = Config(model=replace(Config().model, batch_norm_ranks="all"))
     own = make_batch_norm_group(config, Ranks(0, 2), torch.device("cpu"))
@@ -113,7 +113,7 @@ def test_batch_norm_has_a_group_of_its_own(group_of_one: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("compile_model", ["true", "false"])
-def test_a_step_that_stands_is_ended_before_nccl_ends_the_process_without_a_word(compile_model: Any) -> None:
+def test_the_watchdog_ends_a_hanging_step_before_nccl_does(compile_model: Any) -> None:
     config, gpu = replace(Config(), compile=compile_model), torch.device("cuda", 0)
     usual, first = (step_seconds(config, Ranks(0, 2), gpu, may_compile=may_compile) for may_compile in (False, True))
     assert usual is not None

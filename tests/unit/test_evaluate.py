@@ -269,15 +269,15 @@ def test_another_scaling_than_in_training_is_refused(run_dir, setting):
 
 def test_what_is_missing_is_named(run_dir, tmp_path):
     for which, message in (
-        ("7", "no checkpoint of step 7 .* there are: 2"),
-        (str(tmp_path / "none.pt"), "no checkpoint .*none.pt"),
+        ("7", "has no checkpoint of step 7; it has steps: 2"),
+        (str(tmp_path / "none.pt"), "the checkpoint .*none.pt does not exist"),
     ):
         with pytest.raises(InputError, match=message):
             run_evaluation(run_dir, which, [], BOTH)
     with pytest.raises(InputError, match=r"is not a run folder, since it has no config.yaml"):
         run_evaluation(tmp_path / "nowhere", "last", [], BOTH)
     shutil.copy(run_dir / "config.yaml", tmp_path / "config.yaml")
-    with pytest.raises(InputError, match=r"no checkpoint in .*has the run saved one yet"):
+    with pytest.raises(InputError, match=r"holds no checkpoint: wait until the run has saved one"):
         run_evaluation(tmp_path, "last", [], BOTH)
     with pytest.raises(InputError, match="no split 'nothing'"):
         run_evaluation(run_dir, "last", ["--data.test_split", "nothing"], BOTH)
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_another_model_is_refused(run_dir):
 def test_weights_that_are_not_finite_are_refused_with_their_names(run_dir, tmp_path, value):
     content = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")
     content["model"]["encoder.bn1.running_var"][3] = value
-    with pytest.raises(InputError, match=r"can't use checkpoint .*encoder\.bn1\.running_var"):
+    with pytest.raises(InputError, match=r"cannot use checkpoint .*encoder\.bn1\.running_var"):
         run_evaluation(run_dir, str(save_unchecked(tmp_path, content)), [], BOTH)
 
 

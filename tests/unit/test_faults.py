@@ -1,4 +1,4 @@
-"""The code of a fault, how many are borne, and the warnings before a collapse."""
+"""Fault codes, the limit of skipped updates, and the warnings before a collapse."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_no_fault_is_0() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_fault_is_told_by_its_code(rank: int) -> None:
+def test_each_code_describes_its_fault(rank: int) -> None:
     for view in range(D):
         assert (
             describe_fault(code(rank, (4 * view + 3,)), CHECKS, W, 1)
@@ -57,28 +57,29 @@ def test_the_largest_code_is_the_first_cause() -> None:
     assert min(order) == code(0, gradients=broken) == 1
 
 
-def test_a_run_of_failures_ends_the_run_past_the_bound(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_consecutive_failures_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     counter = FaultCounter(2, CHECKS, Ranks(0, W), 1)
     for step, fault in enumerate([1, 1, 0, 1, 1]):
         counter.count(step, fault)
     assert [record.getMessage()[-12:] for record in caplog.records] == ["(1 in a row)", "(2 in a row)"] * 2
-    with pytest.raises(TrainingFailedError, match=r"3 steps in a row failed .*, the last 5: rank 1: a slice of view 2"):
+    message = r"skipped 3 updates in a row .*, the last in step 5: rank 1: a slice of view 2"
+    with pytest.raises(TrainingFailedError, match=message):
         counter.count(5, code(1, (8,)))
 
 
-def test_an_overflow_of_fp16_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_fp16_overflow_reports_the_halved_loss_scale(caplog: pytest.LogCaptureFixture) -> None:
     counter = FaultCounter(2, CHECKS, Ranks(0, W), 1, scales_loss=True)
     for fault in (1, code(1, (8,))):
         counter.count(0, fault)
     assert ["scale was halved" in record.getMessage() for record in caplog.records] == [True, False]
 
 
-def test_only_the_first_rank_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_rank_0_logs(caplog: pytest.LogCaptureFixture) -> None:
     FaultCounter(2, CHECKS, Ranks(1, W), 1).count(0, 1)
     assert not caplog.records
 
 
-def test_a_falling_effective_rank_is_warned_of() -> None:
+def test_a_falling_effective_rank_gives_a_warning() -> None:
     watch = CollapseWatch()
     ranks = [2.0, 16.0, 12.0, 4.1, 3.9, 3.8, math.nan, 1.1, 0.9]
     assert [number for number, rank in enumerate(ranks) if watch.warnings(rank)] == [4, 8]

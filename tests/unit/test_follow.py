@@ -1,4 +1,4 @@
-"""wmse evaluate --follow: what it measures, in which order, what it passes over, and when it ends."""
+"""wmse evaluate --follow: what it measures, in which order, what it skips, and when it ends."""
 
 import errno
 import json
@@ -98,7 +98,7 @@ def test_every_checkpoint_is_measured_once_and_oldest_first(run_dir: Path, monke
     assert found["knn_1.json"]["checkpoint"] == "1"
 
 
-def test_curves_lie_beside_those_of_the_training(run_dir: Path) -> None:
+def test_curves_are_written_next_to_those_of_the_training(run_dir: Path) -> None:
     before = {path: path.read_bytes() for path in (run_dir / "tensorboard").iterdir()}
     follow_run(run_dir, [], BOTH, POLL)
     found = results(run_dir)
@@ -134,7 +134,7 @@ def test_a_second_start_measures_what_is_missing(run_dir: Path, monkeypatch: pyt
     assert steps == []
 
 
-def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_are_named_and_skipped(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = checkpoint_path(run_dir / "checkpoints", 1).read_bytes()
     checkpoint_path(run_dir / "checkpoints", 1).write_bytes(good[: len(good) // 2])
     flipped = bytearray(good)
@@ -143,8 +143,8 @@ def test_damaged_checkpoints_are_named_and_passed_over(run_dir: Path, capsys: py
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_3.json"}
     log = capsys.readouterr().err
-    assert log.count("step 1 is skipped: can't read checkpoint") == 3  # a temporary fault of a file system may pass
-    assert "except step_00000001.pt, step_00000002.pt, which failed 3 times" in log
+    assert log.count("step 1 is skipped: cannot read checkpoint") == 3  # a temporary fault of a file system may pass
+    assert "could not be read: step_00000001.pt, step_00000002.pt" in log
 
 
 def test_a_checkpoint_with_weights_that_are_not_finite_is_skipped(
@@ -155,10 +155,10 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_skipped(
     save_unchecked(run_dir / "checkpoints", content)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
-    assert "step 2 is skipped: can't use checkpoint" in capsys.readouterr().err
+    assert "step 2 is skipped: cannot use checkpoint" in capsys.readouterr().err
 
 
-def test_a_result_that_can_not_be_written_is_shown_and_measured_again(
+def test_a_result_that_cannot_be_written_is_printed_and_measured_again(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original, failures = results_module.write_text, [1, 2]
@@ -176,7 +176,7 @@ def test_a_result_that_can_not_be_written_is_shown_and_measured_again(
     assert log.count("encoder: 2,") == 3  # the table
 
 
-def test_other_settings_than_the_runs_are_followed_beside_them(run_dir: Path) -> None:
+def test_results_of_other_settings_are_kept_separately(run_dir: Path) -> None:
     follow_run(run_dir, [], ("knn",), POLL)
     before = results(run_dir)
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_other_settings_than_the_runs_are_followed_beside_them(run_dir: Path) ->
         assert {name: found[name] for name in before} == before
 
 
-def test_a_checkpoint_that_becomes_whole_is_measured(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_becomes_complete_is_measured(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut off at the first looks, as a network file system may show it; and one written again after it was given up."""
     path = checkpoint_path(run_dir / "checkpoints", 2)
     good, looks = path.read_bytes(), []
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_becomes_whole_is_measured(run_dir: Path, monkeypatch:
     assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
+def test_a_checkpoint_that_is_deleted_meanwhile_is_skipped(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def load(path: Path) -> dict[str, Any]:
@@ -216,10 +216,10 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
     monkeypatch.setattr(follow, "load_checkpoint", load)
     follow_run(run_dir, [], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_3.json"}
-    assert "step 2 is skipped: no checkpoint" in capsys.readouterr().err
+    assert "step 2 is skipped: the checkpoint" in capsys.readouterr().err
 
 
-def test_it_waits_for_the_run_and_takes_what_comes(run_dir: Path, tmp_path: Path) -> None:
+def test_it_waits_for_the_run_and_measures_each_new_checkpoint(run_dir: Path, tmp_path: Path) -> None:
     """Started before the run: no folder, then a queued run, settings, one checkpoint after the other, and the end."""
     later = tmp_path / "later"
 
@@ -285,7 +285,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 @pytest.mark.parametrize("status", ["done", "paused", "stopped", "failed"])
-def test_a_final_word_ends_it(status: str, tmp_path: Path) -> None:
+def test_a_final_status_ends_it(status: str, tmp_path: Path) -> None:
     write_state(tmp_path, status)
     assert RunWatch(tmp_path).why_over() == f"the run ended ({status})"
 
@@ -325,7 +325,7 @@ def test_a_run_that_fails_before_its_settings_are_written_ends_it(
         (31, "5", "PENDING", False),
     ],
 )
-def test_silence_ends_it_unless_a_job_stands_behind_the_run(
+def test_a_missing_heartbeat_ends_it_unless_the_job_is_active(
     status: str, minutes: int, job: str | None, job_state: str | None, over: bool, tmp_path: Path, slurm: Slurm
 ) -> None:
     slurm(job_state)
@@ -371,6 +371,6 @@ def test_a_run_that_was_never_started_is_waited_for(tmp_path: Path, monkeypatch:
         (["--run_dir", "x", "--poll_seconds", "5"], "--poll_seconds only applies to --follow: give --follow DIR"),
     ],
 )
-def test_options_that_do_not_go_together(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradicting_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", *words]) == 2
     assert message in capsys.readouterr().err

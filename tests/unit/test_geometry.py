@@ -1,4 +1,4 @@
-"""How a step is spread over ranks and micro-batches."""
+"""Division of a step among ranks and micro-batches."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_a_micro_batch_holds_whole_slices() -> None:
     assert micro_batches(config_of(1536, images_per_micro_batch=700), 1536) == 3
     # quarters of 384 images would fit the limit of 400, but not hold whole slices
     assert micro_batches(config_of(1536, images_per_micro_batch=400), 1536) == 6
-    with pytest.raises(InputError, match=r"images_per_micro_batch is 200: the 1536 images .* take 256 or more"):
+    with pytest.raises(InputError, match=r"images_per_micro_batch is 200: the 1536 images .* use 256 or more"):
         micro_batches(config_of(1536, images_per_micro_batch=200), 1536)
 
 
@@ -44,12 +44,12 @@ def test_as_many_ranks_are_used_as_can_share_the_step(available: int, used: int)
     check_ranks(config, used)
 
 
-def test_a_step_that_not_even_one_rank_can_make_is_refused() -> None:
+def test_a_step_that_no_number_of_ranks_can_run_is_refused() -> None:
     with pytest.raises(InputError, match="images_per_micro_batch is 100"):
         usable_ranks(config_of(4096, images_per_micro_batch=100), 2)
 
 
-def test_batch_norm_sees_a_micro_batch_of_one_rank_or_of_all() -> None:
+def test_batch_norm_uses_a_micro_batch_of_one_rank_or_of_all() -> None:
     config = config_of(4096, images_per_micro_batch=256)
     assert [batch_norm_images(config, ranks) for ranks in (64, 16, 4)] == [64, 256, 256]
     over_all = replace(config, model=replace(config.model, batch_norm_ranks="all"))
@@ -60,7 +60,7 @@ def test_micro_batches_under_cuda_graphs_are_refused() -> None:
     """A replay writes over the gradients of the micro-batch before it, which live in the graph's memory."""
     graphs = replace(config_of(4096, images_per_micro_batch=256), cuda_graphs=True)
     assert micro_batches(graphs, 256) == 1
-    with pytest.raises(InputError, match="go through in 2 micro-batches"):
+    with pytest.raises(InputError, match="are divided into 2 micro-batches"):
         micro_batches(graphs, 512)
     with pytest.raises(InputError, match="cuda_graphs is true"):
         check_ranks(replace(config_of(4096, accumulation_steps=2), cuda_graphs=True), 1)

@@ -37,7 +37,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return programs
 
 
-def test_squeue_tells_of_jobs_and_tasks_of_arrays(slurm: Programs) -> None:
+def test_squeue_reports_jobs_and_tasks_of_arrays(slurm: Programs) -> None:
     slurm.add(
         "squeue",
         "echo '52_0|RUNNING|2026-11-28T15:32:35|None'",
@@ -57,7 +57,7 @@ def test_squeue_tells_of_jobs_and_tasks_of_arrays(slurm: Programs) -> None:
     assert slurm.calls("sacct") == []
 
 
-def test_sacct_is_asked_for_those_that_squeue_has_forgotten(slurm: Programs) -> None:
+def test_sacct_is_asked_for_jobs_that_squeue_no_longer_knows(slurm: Programs) -> None:
     slurm.add("squeue", "echo '7|RUNNING|2026-11-28T15:32:35|None'")
     slurm.add("sacct", "echo '5|CANCELLED by 1000|2026-11-28T15:00:00'", "echo '6_[1%1]|PENDING|Unknown'")
     assert find_jobs(["5", "6_1", "7"]) == {
@@ -67,7 +67,7 @@ def test_sacct_is_asked_for_those_that_squeue_has_forgotten(slurm: Programs) -> 
     assert "--jobs=5,6_1" in slurm.calls("sacct")[0]
 
 
-def test_a_forgotten_job_without_accounting_is_no_fault(slurm: Programs, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_job_without_accounting_is_not_an_error(slurm: Programs, caplog: pytest.LogCaptureFixture) -> None:
     slurm.add("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2", "exit 1")
     slurm.add("sacct", "echo 'Slurm accounting storage is disabled' >&2", "exit 1")
     with caplog.at_level(logging.WARNING):
@@ -75,7 +75,7 @@ def test_a_forgotten_job_without_accounting_is_no_fault(slurm: Programs, caplog:
     assert caplog.text == ""
 
 
-def test_a_controller_that_hangs_or_fails_is_said_once(
+def test_a_controller_that_hangs_or_fails_is_logged_once(
     slurm: Programs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "_SECONDS", 0.2)
@@ -90,7 +90,7 @@ def test_a_controller_that_hangs_or_fails_is_said_once(
     assert caplog.text.count("Unable to contact slurm controller") == 1
 
 
-def test_without_slurm_nothing_is_known_and_nothing_said(
+def test_without_slurm_no_job_is_found_and_nothing_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -99,7 +99,7 @@ def test_without_slurm_nothing_is_known_and_nothing_said(
     assert caplog.text == ""
 
 
-def test_words_that_are_no_ids_are_never_passed_on(slurm: Programs) -> None:
+def test_words_that_are_not_ids_are_never_passed_to_slurm(slurm: Programs) -> None:
     """One of them would make squeue refuse all, and an option of its own would be obeyed."""
     slurm.add("squeue", "echo '7|RUNNING|N/A|None'")
     assert list(find_jobs(["7", "local", "--clusters=x", "7 8", ""])) == ["7"]
@@ -108,6 +108,6 @@ def test_words_that_are_no_ids_are_never_passed_on(slurm: Programs) -> None:
     assert len(slurm.calls("squeue")) == 1
 
 
-def test_what_waits_runs_or_comes_back_is_active() -> None:
+def test_jobs_that_wait_run_or_return_are_active() -> None:
     assert {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"} <= ACTIVE
     assert not ACTIVE & {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}

@@ -34,7 +34,7 @@ def launch(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Launch:
     return call
 
 
-def test_the_batch_script_says_what_was_asked_for(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_script_has_the_given_options(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--partition", "gpu", "--account", "me", "--qos", "high", "--constraint", "h100", "--time", "1-00:00:00",
                "--gpus_per_node", "2", "--memory", "64G", "--cpus_per_task", "8", "--exclude", "n3", "--nodelist", "n[1-2]",
                "--dependency", "afterok:7", "--mail_user", "me@example.org", "--mail_type", "END", "--exclusive", "true",
@@ -53,7 +53,7 @@ def test_the_batch_script_says_what_was_asked_for(launch: Launch, capsys: pytest
     assert out.rstrip().endswith('exit "$code"')
 
 
-def test_a_range_of_nodes_keeps_the_batch_and_says_what_changes(
+def test_a_range_of_nodes_keeps_the_batch_and_reports_changes(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--data.images_per_step", "48", "--nodes", "1-3", "--ranks_per_node", "1")
@@ -61,7 +61,7 @@ def test_a_range_of_nodes_keeps_the_batch_and_says_what_changes(
     out = capsys.readouterr().out
     assert "1 node(s): 1 ranks, 48 images each in 3 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
     assert (
-        "2 node(s): 1 ranks (1 of 2 idle: the global batch can't be divided evenly among all), 48 images each in 3"
+        "2 node(s): 1 ranks (1 of 2 idle: the global batch cannot be divided evenly among all), 48 images each in 3"
         in out
     )
     assert "3 node(s): 3 ranks, 16 images each in 1 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
@@ -129,7 +129,7 @@ def test_an_array_over_configs(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nodes", "3"], "16, which 3 ranks can't share evenly"),
+        (["--nodes", "3"], "16, which cannot be divided evenly among 3 ranks"),
         (["--nodes", "x"], "--nodes is 'x'"),
         (["--ranks_per_node", "0"], "--ranks_per_node is 0"),
         (["--data.root", "/nowhere"], "/nowhere"),
@@ -140,14 +140,14 @@ def test_an_array_over_configs(
         (["--run_dir", ""], "run_dir is not set"),
         (["--run_dir", "", "--array", "seed=1,2"], "run_dir is not set"),
         (["--array", "run_dir=a,b"], "--array is 'run_dir=a,b'"),
-        (["--run_dir", "a%j"], "batch scripts take no %"),
-        (["--run_dir", str(ROOT / "trainer" / "x")], "is inside the program itself"),
+        (["--run_dir", "a%j"], "names in batch scripts may not have %"),
+        (["--run_dir", str(ROOT / "trainer" / "x")], "is inside the code of this program"),
         (["--partitoin", "low"], "unknown setting partitoin"),
         (["--site", "/no/site.yaml"], "no config file /no/site.yaml"),
         (["--data_on_nodes"], "set data.expected_images"),
     ],
 )
-def test_what_can_not_train_is_refused_before_anything_is_submitted(
+def test_a_run_that_cannot_train_is_refused_before_submission(
     words: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert launch(*words) == 2
@@ -157,7 +157,7 @@ def test_what_can_not_train_is_refused_before_anything_is_submitted(
     assert not (tmp_path / "runs").exists()
 
 
-def test_data_on_the_nodes_are_not_looked_for_here(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_on_the_nodes_are_not_opened_here(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--data.root", "/local/set", "--data_on_nodes", "--data.expected_images", "480")
     assert launch(*words) == 0
     assert "images: 480 in /local/set" in capsys.readouterr().out
@@ -168,10 +168,10 @@ def test_options_of_a_cluster_are_refused_for_this_machine(
     words: list[str], launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(*words, cluster="local") == 2
-    assert "local" in capsys.readouterr().err
+    assert "this machine" in capsys.readouterr().err
 
 
-def test_what_is_submitted_is_fixed_at_that_moment(
+def test_later_edits_do_not_change_a_submitted_run(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By programs in the place of SLURM's: settings and code are copies, paths absolute, and what was submitted is noted."""
@@ -182,7 +182,9 @@ def test_what_is_submitted_is_fixed_at_that_moment(
     monkeypatch.chdir(tmp_path)
     words = ("--run_dir", "runs/b", "--nodes", "1-3", "--data.images_per_step", "48", "--with_evaluator")
     assert launch(*words, dry_run=False) == 0
-    assert f"submitted job 77: {tmp_path}/runs/b\nsubmitted job 77: its evaluator" in capsys.readouterr().out
+    assert (
+        f"submitted job 77: {tmp_path}/runs/b\nsubmitted job 77: the evaluator of this run" in capsys.readouterr().out
+    )
     run_dir = tmp_path / "runs" / "b"
     record = json.loads((run_dir / "launch.json").read_text())
     assert (record["job_id"], record["nodes"], record["ranks_per_node"]) == ("77", "1-3", 1)
@@ -208,11 +210,11 @@ def test_a_mistake_for_the_evaluator_changes_nothing(
 
 
 @pytest.mark.parametrize("folder", ["tiny.yaml/x", "n" * 300, "a\0b"])
-def test_a_run_folder_that_can_not_be_is_refused(
+def test_an_impossible_run_folder_is_refused(
     folder: str, launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("--run_dir", f"{tmp_path}/{folder}", dry_run=False) == 2
-    assert "run_dir is" in (text := capsys.readouterr().err) or "can't make the run folder" in text
+    assert "run_dir is" in (text := capsys.readouterr().err) or "cannot create the run folder" in text
 
 
 def test_a_run_that_runs_or_has_other_settings_is_refused_at_once(
@@ -228,7 +230,7 @@ def test_a_run_that_runs_or_has_other_settings_is_refused_at_once(
     state = {"status": "running", "heartbeat": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
     (run_dir / "state.json").write_text(json.dumps(state))
     assert launch() == 2
-    assert f"process {os.getpid()} on {socket.gethostname()} has this run" in capsys.readouterr().err
+    assert f"is in use by process {os.getpid()} on {socket.gethostname()}: end it" in capsys.readouterr().err
 
 
 def test_a_micro_batch_of_fewer_nodes_holds_a_slice(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,10 +257,10 @@ def test_a_run_whose_job_is_queued_is_not_submitted_twice(
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "launch.json").write_text(json.dumps({"job_id": "7"}))
     assert launch() == 2
-    assert "SLURM job 7 (PENDING) has this run" in capsys.readouterr().err
+    assert "is in use by SLURM job 7 (PENDING): end it" in capsys.readouterr().err
 
 
-def test_a_finished_run_is_free_though_slurm_does_not_answer(
+def test_a_finished_run_can_be_launched_although_slurm_does_not_answer(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")

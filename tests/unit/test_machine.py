@@ -1,4 +1,4 @@
-"""What is said of the machine and the program behind a figure."""
+"""Provenance of a measurement: machine, versions and commit."""
 
 import json
 import subprocess
@@ -78,7 +78,7 @@ def test_a_commit_says_whether_the_program_was_changed(tmp_path: Path, monkeypat
     assert commit_module.git_commit() == f"{commit}-changed"
 
 
-def test_provenance_is_plain() -> None:
+def test_provenance_is_json() -> None:
     told = machine.provenance(CPU)
     assert json.loads(json.dumps(told)) == told
     assert set(told) == {"device", "cores", "torch_threads", "versions", "commit"}

@@ -1,4 +1,4 @@
-"""SLURM's short forms."""
+"""Parsers of SLURM's notations."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_node_lists_are_expanded_in_order(text: str, names: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n]1[", "n[a-b]", "n[3-1]", "a,,b", "n[]", "[", "n[1-2"])
-def test_what_is_no_node_list_is_refused(text: str) -> None:
+def test_an_invalid_node_list_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="node list"):
         expand_nodes(text)
 
@@ -53,6 +53,6 @@ def test_time_limits_become_minutes(text: str, minutes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "1h", "1:2:3:4", "-5", "infinite"])
-def test_what_is_no_time_limit_is_refused(text: str) -> None:
+def test_an_invalid_time_limit_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="time limit is"):
         parse_minutes(text)

@@ -1,4 +1,4 @@
-"""Which rank a process is, from its environment alone."""
+"""Rank of a process, from its environment variables."""
 
 import pytest
 
@@ -51,12 +51,12 @@ def test_ranks_from_the_environment(env: dict[str, str], ranks: Ranks) -> None:
         ({key: value for key, value in SRUN.items() if key != "SLURM_LOCALID"}, "SLURM_LOCALID is not set"),
     ],
 )
-def test_an_environment_that_can_not_be_right_is_refused_by_name(env: dict[str, str], message: str) -> None:
+def test_a_contradicting_environment_is_refused_by_name(env: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         find_ranks(env)
 
 
-def test_a_job_of_several_tasks_without_srun_is_warned_of() -> None:
+def test_a_job_of_several_tasks_without_srun_gives_a_warning() -> None:
     env = {"SLURM_JOB_ID": "123", "SLURM_NTASKS": "8"}
     (warning,) = launch_warnings(find_ranks(env), env)
     assert "start the command with srun" in warning

@@ -69,7 +69,7 @@ def test_tasks_of_srun_meet_without_an_address(job: Callable[..., None]) -> None
     assert [store.get("from 2") for store in stores] == [b"2"] * 3
 
 
-def test_several_nodes_meet_at_the_first_ones_address(job: Callable[..., None]) -> None:
+def test_several_nodes_meet_at_the_address_of_the_first(job: Callable[..., None]) -> None:
     job("124", nodes="localhost,127.0.0.[1-2]")
     stores = on_ranks(2, lambda ranks: meet(ranks, LONG))
     assert stores[1].result().check(["job"])
@@ -100,20 +100,22 @@ def test_a_requeued_job_does_not_join_its_earlier_start(
         meet(Ranks(1, 2), LONG)
 
 
-def test_a_node_whose_name_leads_nowhere_is_said(job: Callable[..., None], environment: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_node_name_is_reported(job: Callable[..., None], environment: pytest.MonkeyPatch) -> None:
     environment.setattr(rendezvous, "_RESOLVE_SECONDS", 0.1)
     job("9", nodes="no-such-node.invalid,b")
-    with pytest.raises(InputError, match=r"can't resolve no-such-node\.invalid, the node of rank 0"):
+    with pytest.raises(InputError, match=r"cannot resolve no-such-node\.invalid, the node of rank 0"):
         meet(Ranks(1, 2), SHORT)
 
 
 def test_several_ranks_need_an_address() -> None:
-    with pytest.raises(InputError, match=r"2 ranks, but MASTER_ADDR and MASTER_PORT not set: start with `wmse launch`"):
+    with pytest.raises(
+        InputError, match=r"2 ranks, but the environment lacks MASTER_ADDR and MASTER_PORT: start with `wmse launch`"
+    ):
         meet(Ranks(0, 2), SHORT)
 
 
 @pytest.mark.parametrize("port", ["http", "0", "70000", "-1"])
-def test_a_port_that_is_none_is_refused(port: str, environment: pytest.MonkeyPatch) -> None:
+def test_an_invalid_port_is_refused(port: str, environment: pytest.MonkeyPatch) -> None:
     environment.setenv("MASTER_ADDR", "127.0.0.1")
     environment.setenv("MASTER_PORT", port)
     with pytest.raises(InputError, match=f"MASTER_PORT is '{port}'"):
@@ -125,18 +127,20 @@ def test_a_port_in_use_is_named(free_port: int, environment: pytest.MonkeyPatch)
     environment.setattr(rendezvous, "_CONNECT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", free_port)):
         with pytest.raises(
-            InputError, match=f"can't listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {free_port} .*in use"
+            InputError, match=f"cannot listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {free_port} .*in use"
         ):
             meet(Ranks(0, 2), SHORT)
         # what listens there never answers
-        with pytest.raises(InputError, match=f"rank 1: what listens on 127.0.0.1, port {free_port}, is not rank 0"):
+        with pytest.raises(
+            InputError, match=f"rank 1: the program that listens on 127.0.0.1, port {free_port}, is not rank 0"
+        ):
             meet(Ranks(1, 2), LONG)
-    with pytest.raises(dist.DistError, match=f"rank 0 did not come to 127.0.0.1, port {free_port}, within 2 s"):
+    with pytest.raises(dist.DistError, match=f"rank 0 did not listen on 127.0.0.1, port {free_port}, within 2 s"):
         meet(Ranks(1, 2), SHORT)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
-def test_the_store_listens_on_one_address_alone(address: str, free_port: int, environment: pytest.MonkeyPatch) -> None:
+def test_the_store_listens_on_one_address_only(address: str, free_port: int, environment: pytest.MonkeyPatch) -> None:
     environment.setenv("MASTER_ADDR", address)
     store = meet(Ranks(0, 2), LONG)
     listening = {
@@ -169,7 +173,7 @@ def compare(
     return [future.result() for future in on_ranks(count, work)]
 
 
-def test_ranks_that_agree_go_on_though_their_data_lie_elsewhere(free_port: int) -> None:
+def test_ranks_may_differ_in_the_path_of_the_data(free_port: int) -> None:
     order: list[str] = []
     raised = compare(
         3, lambda r: {"seed": 1, "data.root": f"/local/{r.rank}", "sides": (1, 2)}, lambda: order.append("first")
@@ -188,7 +192,7 @@ def test_a_rank_with_other_settings_is_named_on_every_rank_at_once(free_port: in
     assert "learning_rate" not in raised[0]
 
 
-def test_what_is_wrong_with_one_rank_every_rank_says(free_port: int) -> None:
+def test_every_rank_reports_the_problem_of_one_rank(free_port: int) -> None:
     raised = compare(3, lambda r: {"problem": "no GPU here" if r.rank == 1 else ""})
     assert raised == [f"InputError: rank 1 on {socket.gethostname()}: no GPU here"] * 3
     assert all("no GPU here" in text for text in compare(2, lambda r: {"problem": "no GPU here"}))
@@ -200,7 +204,7 @@ def test_ranks_on_one_gpu_are_refused(free_port: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [InputError, TrainingFailedError])
-def test_what_rank_0_refuses_every_rank_raises(kind: type[Exception], free_port: int) -> None:
+def test_every_rank_raises_the_error_of_rank_0(kind: type[Exception], free_port: int) -> None:
     def refuse() -> None:
         raise kind("the folder is in use")
 
@@ -208,7 +212,7 @@ def test_what_rank_0_refuses_every_rank_raises(kind: type[Exception], free_port:
 
 
 def test_a_second_process_with_the_same_rank_is_refused(free_port: int) -> None:
-    """As when two jobs that were started by hand share a port."""
+    """This happens if two jobs that were started by hand share a port."""
     store = meet(Ranks(0, 3), LONG)
 
     def join(_: Ranks) -> str:
@@ -226,7 +230,7 @@ def test_a_second_process_with_the_same_rank_is_refused(free_port: int) -> None:
     del store
 
 
-def test_a_rank_that_does_not_come_is_named(free_port: int, environment: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_named(free_port: int, environment: pytest.MonkeyPatch) -> None:
     environment.setattr(rendezvous, "_SAY_SECONDS", 0.5)
 
     def work(ranks: Ranks) -> None:
@@ -234,13 +238,13 @@ def test_a_rank_that_does_not_come_is_named(free_port: int, environment: pytest.
             compare_ranks(meet(ranks, SHORT), ranks, {}, SHORT, lambda: None)
 
     first, second, _ = on_ranks(3, work)
-    with pytest.raises(dist.DistError, match="rank 2 did not come within 2 s"):
+    with pytest.raises(dist.DistError, match="rank 2 did not join within 2 s"):
         first.result()
     assert second.exception() is not None
 
 
 @pytest.mark.slow
-def test_all_ranks_together_are_waited_for_no_longer_than_the_time_out(free_port: int) -> None:
+def test_the_wait_for_all_ranks_together_respects_the_time_out(free_port: int) -> None:
     """Rank 1 comes when most of the time has gone by, rank 2 never: rank 0 does not begin to wait anew."""
 
     def join(ranks: Ranks) -> None:
@@ -251,6 +255,6 @@ def test_all_ranks_together_are_waited_for_no_longer_than_the_time_out(free_port
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         first, _ = [pool.submit(join, Ranks(rank, 3)) for rank in (0, 1)]
-        with pytest.raises(dist.DistStoreError, match="rank 2 did not come"):
+        with pytest.raises(dist.DistStoreError, match="rank 2 did not join"):
             first.result()
         assert time.monotonic() - began < 7.0  # twice the time-out would be 7.5

@@ -52,14 +52,14 @@ def run(tiny_set: Path, tiny_config: Path) -> Run:
 
 
 def saved(run: Run) -> dict[str, Any]:
-    """What a checkpoint of `run` says of its settings."""
+    """Return the settings of a checkpoint of `run`."""
     config = {key: list(v) if isinstance(v, tuple) else v for key, v in flatten(run.config).items()}
     data = {"fingerprint": run.index.fingerprint, "images": len(run.index)}
     return {"config": config, "plan_version": PLAN_VERSION, "data": data}
 
 
-def test_each_setting_that_shapes_the_result_is_named_and_no_other(run: Run) -> None:
-    """Another value of every setting at once: the message lists just those that matter."""
+def test_exactly_the_settings_that_change_the_result_are_named(run: Run) -> None:
+    """Change every setting at once: the message lists only those that change the result."""
     content = saved(run)
     assert _changes(run, content) == []
     content["config"] = dict.fromkeys(content["config"], "another")
@@ -83,7 +83,7 @@ def test_a_setting_newer_than_the_checkpoint_had_its_default(run: Run) -> None:
         ({"data": {"fingerprint": "x", "images": 9}}, "training images: 9 -> 48"),
     ],
 )
-def test_another_plan_or_other_images(part: dict[str, Any], message: str, run: Run) -> None:
+def test_another_plan_version_or_other_images_are_refused(part: dict[str, Any], message: str, run: Run) -> None:
     (changed,) = _changes(run, saved(run) | part)
     assert changed.startswith(message)
 
@@ -95,7 +95,7 @@ WEIGHT = "projector.last.weight"
 
 
 def put(*path: Any, value: Any) -> Callable[[Content], Any]:
-    """Change one entry of a checkpoint, or take it out where the value is `...`."""
+    """Change one entry of a checkpoint, or remove it if the value is `...`."""
 
     def change(content: Content) -> None:
         for key in path[:-1]:
@@ -178,7 +178,7 @@ def good(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run,
 
 
 def write_checkpoint(run: Run, step: int, content: Any) -> None:
-    """As a faulty program would: with a digest that is right."""
+    """Write a checkpoint as a faulty program would, with a correct digest."""
     if isinstance(content, dict):
         content = content | {"sha256": content_digest(content)}
     torch.save(content, checkpoint_path(run.checkpoints, step))
@@ -229,13 +229,13 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_skipped(
 ) -> None:
     run, contents = good
     assert resume_from(run, tmp_path, {1: contents[1], step: contents[2] | {"step": step}}) == 1
-    assert f"step {step} is beyond the run's last, 9" in caplog.text
+    assert f"step {step} is beyond the run's last step, 9" in caplog.text
 
 
-def test_other_settings_are_refused_though_an_older_checkpoint_has_these(
+def test_changed_settings_are_refused_although_an_older_checkpoint_has_them(
     good: tuple[Run, dict[int, Content]], tmp_path: Path
 ) -> None:
-    """The newest one is sound: skipping it would silently lose its work."""
+    """The newest checkpoint is usable: skipping it would silently lose work."""
     run, contents = good
     other = contents[2] | {"config": contents[2]["config"] | {"seed": 5}}
     with pytest.raises(InputError, match="seed: 5 -> 0"):
@@ -261,7 +261,9 @@ def test_weights_that_are_not_finite_are_never_saved(good: tuple[Run, dict[int, 
     broken["optimizer"]["state"][3]["exp_avg"].fill_(float("inf"))
     saver = Saver(tmp_path, keep_last=1)
     saver.save(broken)
-    with pytest.raises(TrainingFailedError, match=r"nothing was saved at step 2: .*state\.3\.exp_avg is not finite"):
+    with pytest.raises(
+        TrainingFailedError, match=r"the checkpoint of step 2 was not saved: .*state\.3\.exp_avg is not finite"
+    ):
         saver.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001.pt"]
     assert checkpoint_path(tmp_path, 1).read_bytes() == before
@@ -270,15 +272,15 @@ def test_weights_that_are_not_finite_are_never_saved(good: tuple[Run, dict[int, 
 # --- several ranks ---
 
 
-def test_ranks_that_find_different_checkpoints_do_not_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a network file system shows one node a checkpoint that another does not see yet."""
+def test_ranks_that_find_different_checkpoints_stop(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may show a new checkpoint to one node before another."""
     monkeypatch.setattr("trainer.run.resume._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("trainer.run.resume.agree", lambda values, ranks: torch.maximum(values, torch.tensor([4, 0])))
-    with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, others those of 0 to 4"):
+    with pytest.raises(InputError, match="this rank finds the checkpoint of step 0, other ranks those of steps 0 to 4"):
         resume(run, MetricSums(run.step.method.metrics, run.device))
 
 
-def test_a_checkpoint_that_shows_up_late_is_waited_for(
+def test_a_rank_waits_for_a_checkpoint_that_appears_late(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Another rank sees step 4 at once; this one at its third look."""

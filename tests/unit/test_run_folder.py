@@ -28,7 +28,7 @@ def log(tmp_path: Path) -> Iterator[logging.Logger]:
     root.setLevel(before[1])
 
 
-def test_one_process_holds_the_folder_and_lets_go_of_it(tmp_path: Path) -> None:
+def test_one_process_locks_the_folder_and_releases_it(tmp_path: Path) -> None:
     with lock_run_folder(tmp_path):
         with (
             pytest.raises(InputError, match=r"in use by another process \(process \d+ on .* since 2"),
@@ -40,7 +40,7 @@ def test_one_process_holds_the_folder_and_lets_go_of_it(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_takes_lines_from_the_log_and_leaves_stderr_readable(
+def test_on_a_full_disk_lines_reach_only_stderr(
     log: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(text: str) -> None:
@@ -83,7 +83,7 @@ FOLDERS = ("checkpoints", "tensorboard", "eval")
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "named pipe", "other"])
 @pytest.mark.parametrize("name", FILES + FOLDERS)
-def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+def test_an_entry_of_another_type_is_refused(name: str, kind: str, tmp_path: Path) -> None:
     """Through a link another file would be emptied; opening a named pipe would block."""
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
@@ -100,7 +100,7 @@ def test_what_is_not_the_run_s_own_file_is_refused(name: str, kind: str, tmp_pat
     found = {"link": "a link", "dangling link": "a link", "named pipe": "a named pipe"}.get(
         kind, "a file" if name in FOLDERS else "a folder"
     )
-    with pytest.raises(InputError, match=rf"can't use the run folder .*: {re.escape(name)} is {found}, not a f"):
+    with pytest.raises(InputError, match=rf"cannot use the run folder .*: {re.escape(name)} is {found}, not a f"):
         open_run_folder(str(run_dir))
     assert [path.name for path in run_dir.iterdir()] == [name]
     assert not other.is_file() or other.read_text() == "precious"

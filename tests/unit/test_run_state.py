@@ -1,4 +1,4 @@
-"""state.json: what a run says of itself to others."""
+"""state.json: the status of a run that other programs read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_starts_are_counted_and_the_job_is_named(tmp_path: Path) -> None:
     assert started(tmp_path, Ranks()).starts == 1
 
 
-def test_a_job_that_is_requeued_again_and_again_without_a_new_checkpoint_is_given_up(tmp_path: Path) -> None:
+def test_a_job_requeued_repeatedly_without_a_new_checkpoint_fails(tmp_path: Path) -> None:
     started(tmp_path, Ranks(job_id="123"), most=2)
     started(tmp_path, REQUEUED, most=2)
     with pytest.raises(
@@ -62,7 +62,7 @@ def test_a_new_checkpoint_is_progress(tmp_path: Path) -> None:
     assert state_of(tmp_path)["first_step"] == 15
 
 
-def test_the_first_word_on_how_a_run_ended_stays(tmp_path: Path) -> None:
+def test_only_the_first_end_of_a_run_is_written(tmp_path: Path) -> None:
     state = started(tmp_path, Ranks())
     state.ended("done", 0, step=9)
     state.preempted()
@@ -79,7 +79,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "state.json").exists()
 
 
-def test_a_survivor_writes_what_rank_0_could_not(tmp_path: Path) -> None:
+def test_another_rank_writes_the_failure_if_rank_0_was_killed(tmp_path: Path) -> None:
     started(tmp_path, Ranks(0, 2), checkpoint=8).write(status="running", step=11)
     before = state_of(tmp_path)
     with lock_run_folder(tmp_path):  # rank 0 lives, and will say it itself
@@ -92,21 +92,21 @@ def test_a_survivor_writes_what_rank_0_could_not(tmp_path: Path) -> None:
     assert found["starts"] == before["starts"]
 
 
-def test_a_survivor_keeps_the_last_word_of_rank_0(tmp_path: Path) -> None:
+def test_another_rank_keeps_the_end_that_rank_0_wrote(tmp_path: Path) -> None:
     started(tmp_path, Ranks(0, 2)).ended("preempted", 75)
     before = state_of(tmp_path)
     note_lost_rank_0(tmp_path, RuntimeError("Connection reset"))
     assert state_of(tmp_path) == before
 
 
-def test_an_error_before_the_folder_was_taken_leaves_the_state_of_the_run_that_holds_it(tmp_path: Path) -> None:
+def test_an_error_before_locking_the_folder_does_not_change_the_state(tmp_path: Path) -> None:
     started(tmp_path, Ranks())
     before = state_of(tmp_path)
     RunState(tmp_path, Ranks()).failed(RuntimeError("in use"))
     assert state_of(tmp_path) == before
 
 
-def test_the_heartbeat_goes_on_and_carries_what_was_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_heartbeat_writes_the_noted_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
     state = started(tmp_path, Ranks())
@@ -121,7 +121,7 @@ def test_the_heartbeat_goes_on_and_carries_what_was_noted(tmp_path: Path, monkey
     assert found["heartbeat"] > first
 
 
-def test_wmse_stop_reaches_the_run_and_is_forgotten_by_the_next_start(
+def test_wmse_stop_reaches_the_run_and_the_next_start_removes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
@@ -138,7 +138,7 @@ def test_wmse_stop_reaches_the_run_and_is_forgotten_by_the_next_start(
 
 
 @pytest.mark.parametrize(("named", "kept"), [("123", True), ("122", False), ("", False)])
-def test_a_job_heeds_a_stop_that_came_before_its_start_if_it_was_meant(named: str, kept: bool, tmp_path: Path) -> None:
+def test_a_job_obeys_a_stop_of_this_job_from_before_its_start(named: str, kept: bool, tmp_path: Path) -> None:
     """As for a job that copied its data when `wmse stop` was called, or that was requeued after it lost a node."""
     (tmp_path / "checkpoints").mkdir()
     stop_file(tmp_path).write_text(named)
@@ -146,7 +146,7 @@ def test_a_job_heeds_a_stop_that_came_before_its_start_if_it_was_meant(named: st
     assert stop_file(tmp_path).exists() == kept
 
 
-def test_a_write_that_hangs_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_write_does_not_block_other_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = started(tmp_path, Ranks())
     monkeypatch.setattr(run_state, "_LOCK_SECONDS", 0.1)
     release = threading.Event()
@@ -174,13 +174,13 @@ def test_an_idle_rank_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert codes == [75]
 
 
-def test_an_idle_rank_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_rank_gives_up_without_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(run_state, "_SILENT_SECONDS", 0.1)
     assert wait_for_end(tmp_path, StopRequest(), 60) == 0
 
 
-def test_a_queued_run_keeps_what_is_known_of_it(tmp_path: Path) -> None:
+def test_a_queued_run_keeps_its_progress(tmp_path: Path) -> None:
     started(tmp_path, Ranks()).ended("preempted", 75, step=40, total_steps=100)
     mark_run(tmp_path, "queued")
     found = state_of(tmp_path)

@@ -50,10 +50,8 @@ class Gate:
         monkeypatch.setattr(saver_module, "save_checkpoint", held)
 
 
-def test_the_file_holds_what_was_there_at_the_call(
-    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop goes on at once, and changes weights, momentum and settings in place while the file is being written."""
+def test_the_file_holds_the_values_at_the_call(saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop continues at once, and changes weights, momentum and settings in place while the file is being written."""
     gate = Gate(monkeypatch)
     weight = nn.Parameter(torch.ones(1000))
     state = {"step": 5, "model": {"w": weight}, "optimizer": {"groups": [{"lr": 0.5, "m": torch.zeros(7)}]}}
@@ -74,8 +72,8 @@ def test_the_file_holds_what_was_there_at_the_call(
     assert torch.equal(found["optimizer"]["groups"][0]["m"], torch.zeros(7))
 
 
-def test_one_save_after_the_other_keeps_the_newest(saver: Saver, tmp_path: Path) -> None:
-    """Each waits for the one before: they share the memory that is copied into."""
+def test_consecutive_saves_keep_the_newest_checkpoints(saver: Saver, tmp_path: Path) -> None:
+    """Each save waits for the previous one, because they share the memory of the copy."""
     for step in range(1, 8):
         saver.save(content(step, numel=300_000))
     saver.wait()
@@ -84,7 +82,7 @@ def test_one_save_after_the_other_keeps_the_newest(saver: Saver, tmp_path: Path)
         assert load_checkpoint(checkpoint_path(tmp_path, step))["model"]["w"].unique().tolist() == [step]
 
 
-def test_it_keeps_kept_steps(tmp_path: Path) -> None:
+def test_kept_steps_are_not_deleted(tmp_path: Path) -> None:
     saver = Saver(tmp_path, keep_last=1, kept_steps={10, 20})
     for step in (10, 13, 20, 23, 24):
         saver.save(content(step))
@@ -92,7 +90,7 @@ def test_it_keeps_kept_steps(tmp_path: Path) -> None:
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 20, 24]
 
 
-def test_a_second_save_waits_for_the_first_and_says_so(
+def test_a_second_save_waits_for_the_first_and_logs_it(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(monkeypatch)
@@ -108,14 +106,14 @@ def test_a_second_save_waits_for_the_first_and_says_so(
     assert "training waited 0." in caplog.text
 
 
-def test_a_short_wait_is_not_worth_a_line(saver: Saver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_wait_is_not_logged(saver: Saver, caplog: pytest.LogCaptureFixture) -> None:
     saver.save(content(1))
     saver.save(content(2))
     saver.wait()
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_a_full_disk_is_told_once_and_the_next_save_may_work(
+def test_a_full_disk_is_reported_once_and_the_next_save_may_succeed(
     saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver.save(content(1))
@@ -144,8 +142,8 @@ def test_a_full_disk_is_told_once_and_the_next_save_may_work(
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 4]
 
 
-def test_wait_raises_where_the_last_one_is_not_on_the_disk(saver: Saver) -> None:
-    """Whether it was told before or not: a run that ends asks each step and at the end."""
+def test_wait_raises_if_the_last_checkpoint_is_not_on_the_disk(saver: Saver) -> None:
+    """Also if `failure` has returned the error: a run asks after each step and again at the end."""
     with files_up_to(100):
         saver.save(content(2))
         with pytest.raises(OSError, match="too large"):
@@ -160,7 +158,7 @@ def test_wait_raises_where_the_last_one_is_not_on_the_disk(saver: Saver) -> None
     saver.wait()
 
 
-def test_a_folder_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     saver = Saver(run_dir / "checkpoints", 2)
@@ -171,10 +169,10 @@ def test_a_folder_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with pytest.raises(FileNotFoundError):
         saver.wait()
     assert "NOT saved" in caplog.text
-    assert "there is no checkpoint to continue from" in caplog.text
+    assert "the run has no checkpoint to continue from" in caplog.text
 
 
-def test_a_fault_in_the_thread_is_raised_not_lost(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_thread_is_raised_by_the_next_call(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
@@ -191,12 +189,12 @@ def test_a_fault_in_the_thread_is_raised_not_lost(saver: Saver, monkeypatch: pyt
         saver.failure()
 
 
-def test_what_can_t_be_saved_is_refused_at_the_call(saver: Saver) -> None:
+def test_content_that_cannot_be_saved_is_refused_at_the_call(saver: Saver) -> None:
     with pytest.raises(TypeError, match=r"not a Path|not a PosixPath"):
         saver.save({"step": 1, "model": {}, "config": {"root": Path("x")}})
 
 
-def test_each_tensor_has_storage_of_its_own(saver: Saver, tmp_path: Path) -> None:
+def test_each_tensor_has_a_separate_storage(saver: Saver, tmp_path: Path) -> None:
     """BatchNorm's statistics are views of one tensor in a run; the optimizer's momentum is channels_last as the weights are."""
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
@@ -213,7 +211,7 @@ def test_each_tensor_has_storage_of_its_own(saver: Saver, tmp_path: Path) -> Non
         assert torch.equal(state[name], tensor), name
 
 
-def test_memory_is_used_again_where_it_fits() -> None:
+def test_host_memory_is_reused_if_it_fits() -> None:
     copy = HostCopy()
     first, _ = copy.take({"a": torch.zeros(3), "b": torch.zeros(3)})
     second, events = copy.take({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int32), "c": [torch.ones(2)]})
@@ -250,7 +248,7 @@ saver.wait()
 """
 
 
-def test_killed_in_the_middle_the_last_good_one_is_there(tmp_path: Path) -> None:
+def test_after_a_kill_during_a_save_the_last_good_checkpoint_exists(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], cwd=ROOT, check=False)
     assert done.returncode == -9
     names = sorted(p.name for p in tmp_path.iterdir())
@@ -268,7 +266,7 @@ def test_killed_in_the_middle_the_last_good_one_is_there(tmp_path: Path) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_the_host_waits_for_nothing(saver: Saver, tmp_path: Path) -> None:
+def test_on_a_gpu_the_host_does_not_wait_for_the_copy(saver: Saver, tmp_path: Path) -> None:
     weights = [torch.full((1000, 1000), float(i), device="cuda") for i in range(8)]
     saver.save({"step": 1, "model": {str(i): w for i, w in enumerate(weights)}})  # makes the pinned memory
     saver.wait()

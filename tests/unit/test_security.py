@@ -81,7 +81,7 @@ def test_a_checkpoint_that_would_run_something_is_refused(mark: Path, tmp_path: 
     files = sorted(tmp_path.glob("*.pt"))
     assert len(files) == 8
     for file in files:
-        with pytest.raises(InputError, match=r"can't read checkpoint .*" + file.name):
+        with pytest.raises(InputError, match=r"cannot read checkpoint .*" + file.name):
             load_checkpoint(file)
         assert not mark.exists()
 

@@ -51,7 +51,7 @@ def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path,
     assert run_of(tiny_set, tiny_config, *words).step.micro_batches == 3
     config = load_config(tiny_config, words)
     with pytest.raises(
-        InputError, match=r"accumulation_steps is 3: the 32 images .*multiples of 16 images.*; take 1, 2$"
+        InputError, match=r"accumulation_steps is 3: the 32 images .*multiples of 16 images.*; use 1, 2$"
     ):
         micro_batches(config, 32)
     with pytest.raises(
@@ -72,7 +72,7 @@ def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.Lo
         check_set_size(config, 50)
         assert not caplog.records
         check_set_size(config, 16)  # one step: enough
-    assert "expects 50 training images, this set has 16" in caplog.text
+    assert "expects 50 training images, this data set has 16" in caplog.text
 
 
 @pytest.mark.parametrize(

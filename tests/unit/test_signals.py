@@ -1,4 +1,4 @@
-"""Signals ask a run to stop, and end a process that can't answer."""
+"""Signals ask a run to stop, and end a process that hangs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_only_a_second_interrupt_is_left_to_the_system() -> None:
         assert stop.asked
 
 
-def test_a_new_block_knows_nothing_of_earlier_signals() -> None:
+def test_a_new_block_ignores_earlier_signals() -> None:
     with stop_on_signals() as stop:
         stop.allow(60)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -99,7 +99,7 @@ def test_a_signal_before_the_first_step_ends_a_process_that_hangs_at_once(
     assert process.communicate()[0] == "last words\n"
 
 
-def test_a_run_that_hangs_in_a_step_ends_when_its_time_is_up(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
+def test_a_run_that_hangs_in_a_step_ends_after_the_time_limit(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
     process = hanging("stop.allow(1.0)")
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
@@ -108,7 +108,7 @@ def test_a_run_that_hangs_in_a_step_ends_when_its_time_is_up(hanging: Callable[[
 
 
 @pytest.mark.slow
-def test_a_log_that_hangs_does_not_hold_up_the_end(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
+def test_a_log_that_hangs_does_not_delay_the_end(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
     """Another thread is stuck in a write to the log, and holds the lock of its handler."""
     process = hanging("import logging; logging.lastResort.acquire()")
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Options of a cluster: one file, the same on the command line."""
+"""Site options from a file and from the command line."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_times_need_no_quotes(tmp_path: Path) -> None:
     assert (site.time, evaluator_site(site).time) == ("24:00:00", "1:30:00")
 
 
-def test_the_command_line_comes_last(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text("partition: a\ncpus_per_task: 4\ntime: 90\n")
     assert load_site(path, ["--partition", "b", "--cpus_per_task=8"]) == Site(partition="b", cpus_per_task=8, time="90")
@@ -40,12 +40,12 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
         ("setup: module load cuda", "give a list of lines"),
         ("environment: [A]", "give a mapping"),
         ("time: soon", "the time limit is 'soon'"),
-        ("time: 2\nsignal_seconds: 60", "told to save right after its start"),
-        ("environment: {'A B': 1}", "'A B' is no name of a variable"),
+        ("time: 2\nsignal_seconds: 60", "tell the job to save right after its start"),
+        ("environment: {'A B': 1}", "'A B' is not a name for a variable"),
         ("environment: {A: null}", "give a mapping"),
-        ("sbatch: {nodes: 3}", "nodes is set by `wmse launch` itself"),
-        ("sbatch: {--comment: x}", "'--comment' is no option"),
-        ('partition: "a\\nb"', "takes one line without control characters"),
+        ("sbatch: {nodes: 3}", "`wmse launch` sets nodes itself"),
+        ("sbatch: {--comment: x}", "'--comment' is not an option"),
+        ('partition: "a\\nb"', "remove line breaks and control characters"),
         ("partition: a\npartition: b", "is given twice"),
     ],
 )
@@ -57,7 +57,7 @@ def test_wrong_options_are_named(yaml: str, message: str, tmp_path: Path) -> Non
 
 
 def test_only_plain_options_come_from_the_command_line() -> None:
-    with pytest.raises(InputError, match="--setup can't be given on the command line"):
+    with pytest.raises(InputError, match="--setup cannot be given on the command line"):
         load_site(None, ["--setup", "x"])
     with pytest.raises(InputError, match="--qos has no value"):
         load_site(None, ["--qos"])
@@ -65,7 +65,7 @@ def test_only_plain_options_come_from_the_command_line() -> None:
         evaluator_site(Site(evaluator={"evaluator": "x"}))
 
 
-def test_words_are_parted_into_options_of_the_site_and_settings() -> None:
+def test_words_are_split_into_site_options_and_settings() -> None:
     words = ["--seed", "1", "--partition", "low", "--time=30", "--data.root", "/set", "--views.crop_area", "[0.2,1]"]
     site, settings = split_site_words(words)
     assert site == ["--partition", "low", "--time=30"]

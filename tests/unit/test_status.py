@@ -111,7 +111,7 @@ def test_queued_before_the_first_start_and_after_slurm_forgot(tmp_path: Path, sl
         ("PENDING", 300, "requeued"),
     ],
 )
-def test_silence_is_judged_by_the_job(
+def test_a_missing_heartbeat_is_judged_by_the_job(
     job_state: str | None, age: float, shown: str, tmp_path: Path, slurm: Slurm
 ) -> None:
     if job_state:
@@ -124,7 +124,7 @@ def test_silence_is_judged_by_the_job(
 
 
 @pytest.mark.parametrize("final", ["done", "paused", "stopped", "failed", "preempted", "queued"])
-def test_a_run_that_said_its_last_word_is_not_lost(final: str, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_is_not_lost(final: str, tmp_path: Path) -> None:
     assert describe_runs([write_run(tmp_path, age=1e6, status=final)])[0]["state"] == final
 
 
@@ -138,7 +138,9 @@ def test_a_run_that_said_its_last_word_is_not_lost(final: str, tmp_path: Path) -
         ("preempted", "PENDING", "preempted"),
     ],
 )
-def test_what_slurm_knows_better(status: str, job_state: str, shown: str, tmp_path: Path, slurm: Slurm) -> None:
+def test_slurm_overrides_the_state_of_the_run(
+    status: str, job_state: str, shown: str, tmp_path: Path, slurm: Slurm
+) -> None:
     slurm("5", job_state)
     (row,) = describe_runs([write_run(tmp_path, status=status, job={"id": "5", "restarts": 0})])
     assert (row["state"], row["status"]) == (shown, status)
@@ -156,7 +158,7 @@ def test_runs_of_older_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", '{"status": "runn', "[]", "null", "[" * 100_000, b"\xff\xfe"])
-def test_damaged_files_are_said(content: str | bytes, tmp_path: Path) -> None:
+def test_damaged_files_are_reported(content: str | bytes, tmp_path: Path) -> None:
     run = write_run(tmp_path / "x")
     data = content if isinstance(content, bytes) else content.encode()
     (run / "state.json").write_bytes(data)
@@ -170,7 +172,7 @@ def test_damaged_files_are_said(content: str | bytes, tmp_path: Path) -> None:
     assert describe_runs([run])[0]["problems"] != []
 
 
-def test_values_of_other_types_are_not_known(tmp_path: Path) -> None:
+def test_values_of_wrong_types_are_unknown(tmp_path: Path) -> None:
     wrong = {
         "step": "many",
         "total_steps": True,
@@ -185,10 +187,10 @@ def test_values_of_other_types_are_not_known(tmp_path: Path) -> None:
     (row,) = describe_runs([run])
     assert [row[key] for key in ("step", "total_steps", "epoch", "loss", "restarts", "job_id", "doing")] == [None] * 7
     json.dumps(row, allow_nan=False)
-    assert "can't read config.yaml" in "\n".join(table(200, run))
+    assert "cannot read config.yaml" in "\n".join(table(200, run))
 
 
-def test_words_of_a_run_can_t_move_the_cursor_or_be_markup(tmp_path: Path) -> None:
+def test_texts_of_a_run_cannot_move_the_cursor_or_be_markup(tmp_path: Path) -> None:
     run = write_run(tmp_path, message="[red]\x1b[2J", status="failed", job={"id": "\x1b[1A", "restarts": 0})
     text = "\n".join(table(300, run))
     assert "[red]\\x1b[2J" in text
@@ -254,16 +256,16 @@ def test_folders_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert shown([], capsys) == ["runs/array/seed-2", "runs/array/seed-10", "runs/one"]
 
 
-def test_what_is_no_run_is_refused(
+def test_a_folder_without_a_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == 2
-    assert "no runs in ./runs" in capsys.readouterr().err
+    assert "./runs holds no run" in capsys.readouterr().err
     assert main(["status", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert main(["status", str(tmp_path / "gone")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_it_starts_without_torch_timm_and_dali(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def write_run(run_dir: Path, status: str, *, silent_seconds: float = 0, **state:
 def test_a_run_that_waits_in_the_queue_is_cancelled(status: str, slurm: Slurm, tmp_path: Path) -> None:
     slurm("PENDING")
     write_run(tmp_path / "run", status, silent_seconds=9000, total_steps=9)
-    assert "job 12_3 was still queued and is cancelled" in stop_run(tmp_path / "run", 5)
+    assert "job 12_3 was still queued and is now cancelled" in stop_run(tmp_path / "run", 5)
     assert (tmp_path / "cancelled").read_text() == "--state=PENDING 12_3\n"
     state = json.loads((tmp_path / "run" / "state.json").read_text())
     assert (state["status"], state["exit_code"], state["step"]) == ("stopped", 0, 5)
@@ -59,7 +59,9 @@ def test_a_run_that_waits_in_the_queue_is_cancelled(status: str, slurm: Slurm, t
 def test_a_running_job_is_not_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     slurm("RUNNING")
     write_run(tmp_path / "run", "running")
-    with pytest.raises(InputError, match=r"asked to stop, but has not after 0 s.*`scancel 12_3` ends it without"):
+    with pytest.raises(
+        InputError, match=r"asked to stop, but is still running after 0 s.*`scancel 12_3` ends it without"
+    ):
         stop_run(tmp_path / "run", 0.1)
     assert stop_file(tmp_path / "run").exists()
     assert not (tmp_path / "cancelled").exists()
@@ -68,12 +70,12 @@ def test_a_running_job_is_not_cancelled(slurm: Slurm, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "job_state"), [("running", "NODE_FAIL"), ("running", "COMPLETED"), ("preempted", "CANCELLED")]
 )
-def test_a_run_that_nothing_runs_any_more_gets_its_last_word(
-    status: str, job_state: str, slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_run_that_was_killed_is_marked_as_stopped(status: str, job_state: str, slurm: Slurm, tmp_path: Path) -> None:
     slurm(job_state)
     write_run(tmp_path / "run", status, silent_seconds=600)
-    assert "no process was running it any more; it is marked as stopped, after step 5" in stop_run(tmp_path / "run", 60)
+    assert "no process was running it any more; it is now marked as stopped after step 5" in stop_run(
+        tmp_path / "run", 60
+    )
     assert json.loads((tmp_path / "run" / "state.json").read_text())["status"] == "stopped"
 
 
@@ -83,7 +85,7 @@ def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(tmp_path: Path
 
 
 @pytest.mark.parametrize("odd", ["pipe", "folder"])
-def test_odd_files_are_refused_in_words(odd: str, tmp_path: Path) -> None:
+def test_odd_files_are_refused_with_a_reason(odd: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     write_run(run_dir, "running", job=None)
     if odd == "pipe":
@@ -91,20 +93,20 @@ def test_odd_files_are_refused_in_words(odd: str, tmp_path: Path) -> None:
         os.mkfifo(run_dir / "state.json")
     else:
         (run_dir / "stop").mkdir()
-    with pytest.raises(InputError, match=r"state\.json is not a file|can't write .*stop"):
+    with pytest.raises(InputError, match=r"state\.json is not a file|cannot write .*stop"):
         stop_run(run_dir, 5)
 
 
 def test_a_run_that_failed_because_it_lost_a_node_waits_in_the_queue_again(slurm: Slurm, tmp_path: Path) -> None:
     slurm("PENDING")
     write_run(tmp_path / "run", "failed")
-    assert "is cancelled" in stop_run(tmp_path / "run", 5)
+    assert "is now cancelled" in stop_run(tmp_path / "run", 5)
     slurm("FAILED")
     write_run(tmp_path / "run", "failed")
     assert "has already ended: failed" in stop_run(tmp_path / "run", 5)
 
 
-def test_the_file_names_the_job_that_shall_stop(slurm: Slurm, tmp_path: Path) -> None:
+def test_the_stop_file_names_the_job(slurm: Slurm, tmp_path: Path) -> None:
     slurm("RUNNING")
     write_run(tmp_path / "run", "queued", silent_seconds=600)  # it runs, but still copies its data
     with pytest.raises(InputError, match="asked to stop"):
@@ -112,8 +114,8 @@ def test_the_file_names_the_job_that_shall_stop(slurm: Slurm, tmp_path: Path) ->
     assert stop_file(tmp_path / "run").read_text() == "12_3"
 
 
-def test_what_is_no_run_or_is_over(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run folder"):
+def test_a_folder_without_a_run_is_refused_and_an_ended_run_reported(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a run folder"):
         stop_run(tmp_path, 1)
     write_run(tmp_path / "run", "done")
     assert "has already ended: done after step 5" in stop_run(tmp_path / "run", 1)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Exit codes that the process would have ended with."""
+    """Exit codes with which the process would have ended."""
     codes: list[int] = []
 
     def end(code: int) -> None:
@@ -34,7 +34,7 @@ def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
-def test_news_keep_it_silent(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_keeps_it_silent(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
     with Watchdog(0.8, lambda: "", []) as watchdog:
         for step in range(10):
             watchdog.doing(f"waits for the images of step {step}", limit=1.0)
@@ -54,13 +54,13 @@ def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
     assert 2 <= len(warned) <= 4  # near 0.1, 0.2, 0.4, 0.8 s
     assert all("the run waits for the images of step 3 (reads cat.jpg for 9 s)" in text for text in warned)
     (ended,) = messages(caplog, logging.ERROR)
-    assert "(reads cat.jpg for 9 s). It ends here" in ended
+    assert "(reads cat.jpg for 9 s). The process ends" in ended
     (text,) = last
     assert text.endswith("the run waits for the images of step 3 (reads cat.jpg for 9 s)")
     assert ends == [1]
 
 
-def test_what_has_no_limit_is_warned_of_and_not_ended(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_activity_without_a_limit_gives_warnings_only(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
     with Watchdog(0.1, lambda: "", []) as watchdog:
         watchdog.doing("makes step 3")
         time.sleep(0.6)
@@ -68,7 +68,7 @@ def test_what_has_no_limit_is_warned_of_and_not_ended(ends: list[int], caplog: p
     assert ends == []
 
 
-def test_new_news_are_warned_of_anew(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_activity_is_warned_of_again(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
     with Watchdog(0.1, lambda: "", []) as watchdog:
         for what in ("a", "b"):
             watchdog.doing(what)
@@ -77,7 +77,7 @@ def test_new_news_are_warned_of_anew(ends: list[int], caplog: pytest.LogCaptureF
     assert list(dict.fromkeys(said)) == ["a", "b"]
 
 
-def test_the_process_ends_though_the_last_thing_fails(ends: list[int]) -> None:
+def test_the_process_ends_although_before_exit_fails(ends: list[int]) -> None:
     last: list[str] = []
 
     def full_disk(text: str) -> None:
@@ -90,7 +90,7 @@ def test_the_process_ends_though_the_last_thing_fails(ends: list[int]) -> None:
     assert len(last) == 1
 
 
-def test_a_stall_is_told_and_taken_back(ends: list[int]) -> None:
+def test_a_stall_is_reported_and_cleared(ends: list[int]) -> None:
     told: list[str] = []
     with Watchdog(0.1, lambda: "", [], told.append) as watchdog:
         watchdog.doing("makes step 3")

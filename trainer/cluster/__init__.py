@@ -1,1 +1,1 @@
-"""On a cluster: which rank this process is, how ranks meet, how runs are submitted, watched and stopped."""
+"""Runs on a cluster: `wmse launch`, `wmse status`, `wmse stop`, and SLURM."""

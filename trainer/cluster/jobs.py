@@ -1,4 +1,4 @@
-"""What SLURM says of jobs: squeue for those it still holds in memory, sacct for older ones."""
+"""State of SLURM jobs: from squeue for jobs that SLURM still holds in memory, from sacct for older ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import NamedTuple
 _log = logging.getLogger(__name__)
 _SECONDS = 10.0  # a busy controller may not answer at all
 _JOB_ID = re.compile(r"\d+(_\d+)?")  # a single malformed id makes squeue reject the whole list
-_NOTHING = ("N/A", "None", "Unknown")  # SLURM's words for an empty field
+_NOTHING = ("N/A", "None", "Unknown")  # SLURM's values of an empty field
 
-# States in which a job waits, runs, or is about to be put back into the queue.
+# States of a job that waits, runs, or returns to the queue soon.
 ACTIVE = frozenset(
     {
         *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED"),
@@ -24,50 +24,55 @@ ACTIVE = frozenset(
 )
 
 
-NO_ANSWER = "UNKNOWN"  # SLURM is installed and does not answer: the job may well be there
+NO_ANSWER = "UNKNOWN"  # SLURM is installed but does not answer, so the job may exist
 
 
 class Job(NamedTuple):
-    """One job, or one task of an array, as SLURM sees it."""
+    """State of one job, or of one task of an array, in SLURM."""
 
     state: str
-    """SLURM's word: PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT, CANCELLED, NODE_FAIL, PREEMPTED, ..."""
+    """SLURM's name of the state: PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT, CANCELLED, NODE_FAIL, PREEMPTED, ..."""
     reason: str
-    """Why the job waits, as SLURM says it; empty if it does not wait."""
+    """SLURM's reason why the job waits; empty if it does not wait."""
     start: str
-    """Start as local ISO time, of a waiting job the expected one; empty if SLURM does not say."""
+    """Start (the expected one if the job waits) as local ISO time; empty if unknown."""
 
     @property
     def is_active(self) -> bool:
-        """Whether it waits, runs, or may do so, since SLURM does not answer."""
+        """Whether the job waits or runs, or may do so because SLURM does not answer."""
         return self.state in ACTIVE or self.state == NO_ANSWER
 
 
 def find_job(job_id: str | None) -> Job | None:
-    """One job; None if there is no id, no SLURM, or SLURM has forgotten it."""
-    return find_jobs([job_id]).get(job_id) if job_id else None
+    """Look up one job. None without an id, without SLURM, or if SLURM no longer knows the job."""
+    if not job_id:
+        return None
+    return find_jobs([job_id]).get(job_id)
 
 
 def find_jobs(ids: Iterable[str]) -> dict[str, Job]:
     """Look up jobs by id ("123", or "123_4" for a task of an array).
 
-    Jobs that SLURM has forgotten are missing from the result; all are if it is not installed. If it does not answer, their
-    state is UNKNOWN.
+    The result lacks jobs that SLURM no longer knows, and all jobs if SLURM is not installed. If SLURM does not answer,
+    the state of the jobs is UNKNOWN.
     """
     wanted = {job_id for job_id in ids if _JOB_ID.fullmatch(job_id)}
-    # without -r the waiting tasks of an array come as one line, "123_[4-7]"
+    # Without -r, squeue lists the waiting tasks of an array in one line, "123_[4-7]".
     jobs = _ask(["squeue", "--noheader", "-r", "--states=all", "--format=%i|%T|%S|%r"], wanted)
     older = wanted - jobs.keys()
     return jobs | _ask(["sacct", "--noheader", "-P", "-X", "--format=JobID,State,Start"], older)
 
 
 def _ask(command: Sequence[str], ids: set[str]) -> dict[str, Job]:
-    if not ids or not shutil.which(command[0]):
+    """Run squeue or sacct for some jobs and read its lines."""
+    program = command[0]
+    if not ids or not shutil.which(program):
         return {}
     env = os.environ | {"SLURM_TIME_FORMAT": "standard"}
+    listed = ",".join(sorted(ids))
     try:
         done = subprocess.run(
-            [*command, f"--jobs={','.join(sorted(ids))}"],
+            [*command, f"--jobs={listed}"],
             capture_output=True,
             text=True,
             errors="replace",
@@ -76,33 +81,41 @@ def _ask(command: Sequence[str], ids: set[str]) -> dict[str, Job]:
             env=env,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        _say_once(f"SLURM's {command[0]} does not answer: {error}")
-        return _no_answer(command, ids)
-    # squeue fails for a single job that it has forgotten, and sacct where no accounting is kept: both are as good as no answer
-    if done.returncode and "Invalid job id" not in done.stderr and command[0] == "squeue":
+        _warn_once(f"SLURM's {program} does not answer: {error}")
+        return _without_answer(program, ids)
+    # Two failures are harmless: squeue fails for a single job that it no longer knows, and sacct on sites without
+    # accounting.
+    if done.returncode and "Invalid job id" not in done.stderr and program == "squeue":
         reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        _say_once(f"SLURM's squeue fails: {reason}")
-        return _no_answer(command, ids)
-    return {job_id: job for job_id, job in map(_job, done.stdout.splitlines()) if job_id in ids}
+        _warn_once(f"SLURM's squeue fails: {reason}")
+        return _without_answer(program, ids)
+    jobs = [_parse_job(line) for line in done.stdout.splitlines()]
+    return {job_id: job for job_id, job in jobs if job_id in ids}
 
 
-def _no_answer(command: Sequence[str], ids: set[str]) -> dict[str, Job]:
-    """sacct only knows more of jobs that squeue has forgotten: without it they are forgotten."""
-    return {job_id: Job(NO_ANSWER, "", "") for job_id in ids} if command[0] == "squeue" else {}
+def _without_answer(program: str, ids: set[str]) -> dict[str, Job]:
+    """Return the jobs as UNKNOWN if squeue failed. sacct is only asked for jobs that squeue no longer knows."""
+    if program != "squeue":
+        return {}
+    return {job_id: Job(NO_ANSWER, "", "") for job_id in ids}
 
 
-def _job(line: str) -> tuple[str, Job]:
-    """One line: id|state|start|reason, sacct's without the reason."""
-    job_id, state, start, reason = (*line.split("|", 3), "", "", "", "")[:4]
+def _parse_job(line: str) -> tuple[str, Job]:
+    """Read a line of squeue, id|state|start|reason, or of sacct, which has no reason."""
+    fields = [*line.split("|", 3), "", "", ""]
+    job_id, state, start, reason = fields[:4]
     state = state.partition(" ")[0]  # "CANCELLED by 1000"
-    waits = state == "PENDING" and reason not in _NOTHING
-    return job_id.strip(), Job(state, reason if waits else "", "" if start in _NOTHING else start)
+    if state != "PENDING" or reason in _NOTHING:
+        reason = ""
+    if start in _NOTHING:
+        start = ""
+    return job_id.strip(), Job(state, reason, start)
 
 
 _said: set[str] = set()
 
 
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         _log.warning("%s", message)

@@ -1,4 +1,4 @@
-"""`wmse launch`: checks runs, then starts them on this machine or submits them to SLURM."""
+"""`wmse launch`: check runs, then start them on this machine or submit them to SLURM."""
 
 from __future__ import annotations
 
@@ -27,55 +27,65 @@ from trainer.run.state import mark_run
 
 
 def launch(request: Request, cluster: str, *, dry_run: bool) -> int:
-    """Check all runs of the request, then start or submit them. Returns the exit code; 0 when the jobs are submitted.
+    """Check all runs of the request, then start or submit them. Returns the exit code, 0 if the jobs are submitted.
 
-    Raises InputError before anything is started if one of the runs can't be trained as asked.
+    Raises InputError, before anything is started, if one of the runs cannot be trained as requested.
     """
     nodes = parse_node_count(request.nodes)
     if request.ranks_per_node < 1:
         raise InputError(f"--ranks_per_node is {request.ranks_per_node}: give at least 1")
     if cluster == "local" and nodes != (1, 1):
-        raise InputError(
-            f"--nodes is {request.nodes} with --cluster local, which is this one machine: leave --nodes out"
-        )
+        raise InputError(f"--nodes is {request.nodes}, but --cluster local runs on this machine only: remove --nodes")
     configs = [fit_to_nodes(config, nodes, request.ranks_per_node) for config in read_configs(request)]
     for config in configs:
         check_run(config, nodes, request)
     if cluster == "local":
         return _start_here(configs, request, dry_run=dry_run)
     if dry_run:
-        folder = _common_folder(configs)
-        parameters = _parameters(configs, nodes, request, folder / "code")
-        print(batch_script(folder / "slurm", parameters, len(configs)))
-        for config in configs if request.with_evaluator else []:
-            parameters = _evaluator_parameters(Path(config.run_dir), "JOB", request, folder / "code")
-            print(batch_script(Path(config.run_dir) / "slurm", parameters, 1))
+        _print_scripts(configs, nodes, request)
     else:
         _submit(configs, nodes, request)
     return DONE
 
 
+def _print_scripts(configs: list[Config], nodes: tuple[int, int], request: Request) -> None:
+    """Print the batch scripts of the runs and of their evaluators."""
+    folder = _common_folder(configs)
+    parameters = _parameters(configs, nodes, request, folder / "code")
+    print(batch_script(folder / "slurm", parameters, len(configs)))
+    if not request.with_evaluator:
+        return
+    for config in configs:
+        run_dir = Path(config.run_dir)
+        parameters = _evaluator_parameters(run_dir, "JOB", request, folder / "code")
+        print(batch_script(run_dir / "slurm", parameters, 1))
+
+
 def _start_here(configs: list[Config], request: Request, *, dry_run: bool) -> int:
-    """Run one config after the other on this machine; the first exit code that is not 0 stops the sequence."""
+    """Run one config after the other on this machine.
+
+    Returns the first exit code that is not 0, which ends the sequence."""
     for config in configs:
         if dry_run:
             print(f"would start {request.ranks_per_node} rank(s) for {config.run_dir}")
             continue
         open_run_folder(config.run_dir)
-        # not in the run folder: another launch into it, which will be refused, must not change what the ranks read
+        # The settings are not in the run folder: a second launch into it, though refused later, would overwrite them.
         with tempfile.TemporaryDirectory(prefix="wmse_launch_") as folder:
-            words = ["pretrain", "--config", str(save_settings(config, Path(folder)))]
-            code = run_local(words, request.ranks_per_node)
+            settings = save_settings(config, Path(folder))
+            code = run_local(["pretrain", "--config", str(settings)], request.ranks_per_node)
+        # The evaluator runs after the training, because the ranks use all GPUs.
         if code == DONE and request.with_evaluator:
-            code = run_local(["evaluate", "--follow", config.run_dir], ranks=1)  # after it: the ranks have all GPUs
+            code = run_local(["evaluate", "--follow", config.run_dir], ranks=1)
         if code:
             return code
     return DONE
 
 
 def _common_folder(configs: list[Config]) -> Path:
-    """The folder for code, submitit's files and the jobs' output: that of the run, or of the array."""
-    return Path(configs[0].run_dir) if len(configs) == 1 else Path(configs[0].run_dir).parent
+    """Return the folder for code, submitit's files and the jobs' output: the folder of the run or of the array."""
+    first = Path(configs[0].run_dir)
+    return first if len(configs) == 1 else first.parent
 
 
 def _parameters(configs: list[Config], nodes: tuple[int, int], request: Request, code: Path) -> dict[str, Any]:
@@ -89,22 +99,23 @@ def _parameters(configs: list[Config], nodes: tuple[int, int], request: Request,
 
 
 def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> None:
-    """Snapshot the code, submit the runs as one job or array, and their evaluators."""
+    """Snapshot the code, and submit the runs as one job or array, with their evaluators."""
     folder = _common_folder(configs)
     code = new_code_folder(folder / "code")
-    # look for mistakes in all options before anything is written or submitted
+    # Check the options of all jobs before anything is written or submitted.
     parameters = _parameters(configs, nodes, request, code)
     _evaluator_parameters(folder, "JOB", request, code)
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
     followers = {config.run_dir: _active_evaluator(Path(config.run_dir)) for config in configs}
     take_snapshot(code)
     commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
-    # before submitting, since the job may start at once and write its own state
+    # Mark the runs before they are submitted: a job may start at once and write its state.
     for config in configs:
         mark_run(Path(config.run_dir), "queued")
     try:
         ids = submit(folder / "slurm", parameters, commands)
     except BaseException:
+        # Undo everything that was written.
         shutil.rmtree(code)
         for config, state in zip(configs, before, strict=True):
             path = Path(config.run_dir) / "state.json"
@@ -114,21 +125,25 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
                 path.unlink()
         raise
     for config, job_id, command in zip(configs, ids, commands, strict=True):
-        # the record comes first: if the evaluator can't be submitted, the run's job is still known
+        run_dir = Path(config.run_dir)
+        # Write the record now, and again with the evaluator's job. If the evaluator cannot be submitted, the record has
+        # the run's.
         record = {"cluster": "slurm", "job_id": job_id, "command": command, "code": str(code)}
-        _write_record(Path(config.run_dir), record, request)
-        print(f"submitted job {job_id}: {config.run_dir}")
-        if request.with_evaluator and followers[config.run_dir]:
-            print(f"evaluator {followers[config.run_dir]} still follows it")
+        _write_record(run_dir, record, request)
+        print(f"submitted job {job_id}: {run_dir}")
+        follower = followers[config.run_dir]
+        if request.with_evaluator and follower:
+            print(f"evaluator {follower} still follows the run")
         elif request.with_evaluator:
-            record["evaluator_job_id"] = _submit_evaluator(Path(config.run_dir), job_id, request, code)
-            _write_record(Path(config.run_dir), record, request)
-            print(f"submitted job {record['evaluator_job_id']}: its evaluator")
+            evaluator_id = _submit_evaluator(run_dir, job_id, request, code)
+            record["evaluator_job_id"] = evaluator_id
+            _write_record(run_dir, record, request)
+            print(f"submitted job {evaluator_id}: the evaluator of this run")
     print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows their progress")
 
 
 def _active_evaluator(run_dir: Path) -> str:
-    """The job of the evaluator that an earlier launch submitted, empty if it is over."""
+    """Return the job id of an evaluator from an earlier launch that still waits or runs; empty without one."""
     job_id = text(read_run(run_dir).launch, "evaluator_job_id")
     job = find_job(job_id)
     return job_id if job_id and job and job.is_active else ""
@@ -140,8 +155,8 @@ def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) 
 
 
 def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Path) -> dict[str, Any]:
-    """A job of one task that begins when the run's job has begun."""
-    # leave out what asks for whole nodes: this job needs one GPU
+    """Return the parameters of the evaluator's job: one task, which may start once the run's job has started."""
+    # Drop the options that request whole nodes: this job needs one GPU.
     small = replace(
         request.site,
         gpus_per_node=min(1, request.site.gpus_per_node),

@@ -1,4 +1,4 @@
-"""What must hold before `wmse launch` starts or submits a run, and what it tells the user about it."""
+"""Checks of a run before `wmse launch` starts or submits it, and the summary that it prints."""
 
 from __future__ import annotations
 
@@ -24,142 +24,170 @@ from trainer.tools.run_plan import plan_lines, plan_warnings
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for."""
+    """Request of the command line."""
 
     config: Sequence[Path]
     settings: Sequence[str]
-    """Words such as --seed 1, over the config."""
+    """Words such as --seed 1, which override the config."""
     array: str
-    """KEY=V1,V2,...: a run for each value; empty for a single run."""
+    """KEY=V1,V2,...: one run for each value; empty for a single run."""
     nodes: str
     """A number of nodes, or a range such as 4-8."""
     ranks_per_node: int
     site: Site
     with_evaluator: bool
     data_on_nodes: bool
-    """The data set is not visible from this machine."""
+    """Whether the data set is only visible from the compute nodes."""
 
 
 def read_configs(request: Request) -> list[Config]:
-    """The settings of every run, with absolute paths. An array has a folder per value below the run_dir given."""
+    """Load the settings of every run, with absolute paths. Each run of an array has a folder below run_dir."""
     if not request.array:
         return [_absolute(load_config(request.config, request.settings))]
     key, equals, listed = request.array.partition("=")
     values = [value for value in listed.split(",") if value]
-    if not equals or not values or (key != "config" and key not in KEYS) or (key == "run_dir"):
+    key_is_allowed = key == "config" or (key in KEYS and key != "run_dir")
+    if not equals or not values or not key_is_allowed:
         raise InputError(
             f"--array is {request.array!r}: give a setting and its values, as seed=0,1,2, or config=a.yaml,b.yaml"
         )
     if len(set(values)) < len(values):
-        raise InputError(f"--array is {request.array!r}: a value is listed twice")
+        raise InputError(f"--array is {request.array!r}: a value is listed twice, remove one")
     configs = []
     for value in values:
-        config = (
-            load_config(Path(value), request.settings)
-            if key == "config"
-            else load_config(request.config, [*request.settings, f"--{key}={value}"])
-        )
-        name = Path(value).stem if key == "config" else value.replace("/", "_")
-        configs.append(_absolute(config, f"{key.rpartition('.')[2]}-{name}"))
+        if key == "config":
+            config = load_config(Path(value), request.settings)
+            name = Path(value).stem
+        else:
+            config = load_config(request.config, [*request.settings, f"--{key}={value}"])
+            name = value.replace("/", "_")
+        short_key = key.rpartition(".")[2]
+        configs.append(_absolute(config, f"{short_key}-{name}"))
     if len({config.run_dir for config in configs}) < len(configs):
         raise InputError(
-            f"--array is {request.array!r}: two values would share a run folder, give the files other names"
+            f"--array is {request.array!r}: two values would share a run folder, give the files different names"
         )
     return configs
 
 
-def _absolute(config: Config, name: str = "") -> Config:
-    """Make the paths absolute: the job starts in another working directory. name: of a folder below the run_dir."""
+def _absolute(config: Config, subfolder: str = "") -> Config:
+    """Make the paths absolute, since the job starts in another working directory.
+
+    subfolder: folder of the run in run_dir."""
     check_run_dir_is_set(config.run_dir)
 
     def full(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else path
 
+    run_dir = full(os.path.join(config.run_dir, subfolder))
     data = replace(config.data, root=full(config.data.root))
-    return replace(
-        config, run_dir=full(os.path.join(config.run_dir, name)), init_from=full(config.init_from), data=data
-    )
+    return replace(config, run_dir=run_dir, init_from=full(config.init_from), data=data)
 
 
 def fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -> Config:
-    """Adapt the settings so that the run trains on any number of nodes in the range: the global batch stays, and a rank puts as
-    many images through the model at once as on the largest number of nodes, so that the memory suffices."""
+    """Adapt the settings so that the run can train on any number of nodes in the range.
+
+    The global batch stays the same. The micro-batch of a rank is that of the largest number of nodes, so that the memory
+    suffices."""
     least, most = nodes
     if least == most:
         return config
     config = replace(config, allow_idle_ranks=True)
     if config.optimizer.images_per_micro_batch == 0:
-        per_rank = config.data.images_per_step // usable_ranks(config, most * ranks_per_node)
-        # on many nodes a rank may hold a part of a slice; a micro-batch, which fewer nodes need, holds whole slices
-        largest = max(per_rank // micro_batches(config, per_rank), indivisible_images(config))
-        optimizer = replace(config.optimizer, images_per_micro_batch=largest, accumulation_steps=1)
+        images_per_rank = config.data.images_per_step // usable_ranks(config, most * ranks_per_node)
+        micro_batch = images_per_rank // micro_batches(config, images_per_rank)
+        # On many nodes a rank may hold a part of a slice only. With fewer nodes a micro-batch must hold whole slices.
+        micro_batch = max(micro_batch, indivisible_images(config))
+        optimizer = replace(config.optimizer, images_per_micro_batch=micro_batch, accumulation_steps=1)
         config = replace(config, optimizer=optimizer)
     return config
 
 
 def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
-    """Print what the run will do. Raises InputError if it can't train."""
+    """Check a run and print a summary. Raises InputError if it cannot train."""
     run_dir = Path(config.run_dir)
     if not config.run_dir.isprintable() or "%" in config.run_dir:
-        raise InputError(f"run_dir is {config.run_dir!r}: batch scripts take no % and no control characters in names")
+        raise InputError(
+            f"run_dir is {config.run_dir!r}, but names in batch scripts may not have % or control characters: use another name"
+        )
     if any(run_dir.is_relative_to(package) for package in PACKAGES):
-        raise InputError(f"run_dir {run_dir} is inside the program itself: take a folder elsewhere")
+        raise InputError(f"run_dir {run_dir} is inside the code of this program: use a folder elsewhere")
     if os.path.isdir(run_dir):
         _check_folder(config, run_dir)
-    if not request.data_on_nodes:
-        num_images = len(open_images(config.data, config.data.train_split, progress=True))
-        if request.with_evaluator:
-            open_images(config.data, config.data.test_split, progress=True)
-    elif config.data.expected_images:
-        num_images = config.data.expected_images
-    else:
-        raise InputError("--data_on_nodes: set data.expected_images, since the data set can't be counted here")
+    num_images = _count_images(config, request)
     print(f"run {run_dir}")
     least, most = nodes
+    ranks_per_node = request.ranks_per_node
     if least == most:
-        lines = plan_lines(config, num_images, most * request.ranks_per_node)
+        lines = plan_lines(config, num_images, most * ranks_per_node)
     else:
-        used = {count: usable_ranks(config, count * request.ranks_per_node) for count in range(least, most + 1)}
-        lines = [_nodes_line(config, count, count * request.ranks_per_node, ranks) for count, ranks in used.items()]
-        if len({batch_norm_images(config, ranks) for ranks in used.values()}) > 1:
-            lines.append(
-                "BatchNorm differs between these numbers of nodes, and so will the results; the rest is the same"
-            )
+        lines = _range_lines(config, least, most, ranks_per_node)
         lines.append(f"on {most} node(s):")
-        lines += plan_lines(config, num_images, used[most])
+        lines += plan_lines(config, num_images, usable_ranks(config, most * ranks_per_node))
     lines += [f"warning: {line}" for line in plan_warnings(config, num_images)]
     print("\n".join(f"  {line}" for line in lines))
 
 
+def _count_images(config: Config, request: Request) -> int:
+    """Return the number of training images. Raises InputError if the data set cannot be used."""
+    data = config.data
+    if not request.data_on_nodes:
+        num_images = len(open_images(data, data.train_split, progress=True))
+        # The evaluator also needs the test split: report an error now rather than in its job.
+        if request.with_evaluator:
+            open_images(data, data.test_split, progress=True)
+        return num_images
+    if not data.expected_images:
+        raise InputError(
+            "--data_on_nodes: set data.expected_images, since the images cannot be counted on this machine"
+        )
+    return data.expected_images
+
+
 def _check_folder(config: Config, run_dir: Path) -> None:
-    """Raises InputError if something runs there already, or if the run there has other settings."""
+    """Raise InputError if a run is active in the folder, or if the run in it has other settings."""
     run = read_run(run_dir)
     job = find_job(run.job_id)
-    if job and job.is_active and not (job.state == NO_ANSWER and run.is_over(None)):
-        who = f"SLURM job {run.job_id} ({job.state})"
-    elif run.status in ("starting", "running") and run.silent_seconds < LOST_SECONDS and not run.process_is_gone:
-        who = f"process {run.state.get('pid')} on {run.state.get('host')}"
-    else:
-        who = ""
-    if who:
+    # If SLURM does not answer, believe the state of a run that has ended.
+    has_ended = job is not None and job.state == NO_ANSWER and run.is_over(None)
+    is_alive = run.silent_seconds < LOST_SECONDS and not run.process_is_gone
+    holder = ""
+    if job and job.is_active and not has_ended:
+        holder = f"SLURM job {run.job_id} ({job.state})"
+    elif run.status in ("starting", "running") and is_alive:
+        holder = f"process {run.state.get('pid')} on {run.state.get('host')}"
+    if holder:
         raise InputError(
-            f"{who} has this run, {run_dir}: `wmse stop {run_dir}` ends it. A folder takes one run at a time"
+            f"{run_dir} is in use by {holder}: end it with `wmse stop {run_dir}`, or use another --run_dir"
         )
-    if newest_step(run_dir) and (run_dir / "config.yaml").exists() and not config.allow_changes:
-        then = plain_settings(load_config(run_dir / "config.yaml", []))
-        refuse_changes(run_dir, changed_settings(config, then))
+    saved = run_dir / "config.yaml"
+    if newest_step(run_dir) and saved.exists() and not config.allow_changes:
+        before = plain_settings(load_config(saved, []))
+        refuse_changes(run_dir, changed_settings(config, before))
+
+
+def _range_lines(config: Config, least: int, most: int, ranks_per_node: int) -> list[str]:
+    """Describe the division of a step for each number of nodes in a range."""
+    lines = []
+    batch_norm_sizes = set()
+    for nodes in range(least, most + 1):
+        available = nodes * ranks_per_node
+        used = usable_ranks(config, available)
+        lines.append(_nodes_line(config, nodes, available, used))
+        batch_norm_sizes.add(batch_norm_images(config, used))
+    if len(batch_norm_sizes) > 1:
+        lines.append("BatchNorm differs between these numbers of nodes, and so will the results; the rest is the same")
+    return lines
 
 
 def _nodes_line(config: Config, nodes: int, available: int, used: int) -> str:
-    """How a step is spread over this number of nodes. available, used: ranks."""
-    per_rank = config.data.images_per_step // used
-    parts = micro_batches(config, per_rank)
-    idle = (
-        f" ({available - used} of {available} idle: the global batch can't be divided evenly among all)"
-        if used < available
-        else ""
-    )
+    """Describe the division of a step on this number of nodes. available, used: numbers of ranks."""
+    images_per_rank = config.data.images_per_step // used
+    count = micro_batches(config, images_per_rank)
+    idle = ""
+    if used < available:
+        idle = f" ({available - used} of {available} idle: the global batch cannot be divided evenly among all)"
     return (
-        f"{nodes} node(s): {used} ranks{idle}, {per_rank} images each in {parts} micro-batch(es) of {per_rank // parts}, "
-        f"BatchNorm statistics of {batch_norm_images(config, used)} images"
+        f"{nodes} node(s): {used} ranks{idle}, {images_per_rank} images each in {count} micro-batch(es) of "
+        f"{images_per_rank // count}, BatchNorm statistics of {batch_norm_images(config, used)} images"
     )

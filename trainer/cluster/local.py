@@ -1,4 +1,4 @@
-"""Starts all ranks of a run on this machine, passes signals on to them, and leaves none behind."""
+"""Local launcher: starts all ranks of a run on this machine, forwards signals to them, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from types import FrameType
 from trainer.errors import DONE, PREEMPTED
 from trainer.run.signals import STOP_SIGNALS
 
-_END_SECONDS = 60.0  # from the first rank that fails to the end of the others: they notice by themselves, or are killed
+_END_SECONDS = 60.0  # after the first failure the other ranks get this time to end by themselves, then they are killed
 _PR_SET_PDEATHSIG = 1
 
 
 def run_local(words: Sequence[str], ranks: int) -> int:
-    """Run `wmse WORDS` in `ranks` processes until all have ended; returns the exit code of the first that failed, else 0."""
+    """Run `wmse WORDS` in `ranks` processes until all have ended. Returns the exit code of the first failure, else 0."""
     launch = f"{os.getpid()}.{time.time_ns()}"
     processes = [_start(words, _environment(rank, ranks, launch)) for rank in range(ranks)]
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         return _wait(processes)
     finally:
+        # Leave no rank behind, whatever ends the wait.
         for process in processes:
             process.kill()
             process.wait()
@@ -40,25 +41,26 @@ def run_local(words: Sequence[str], ranks: int) -> int:
 
 
 def _start(words: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    # a session of its own: a terminal's Ctrl-C comes once, by the parent, and not twice
+    # In a new session the ranks get a terminal's Ctrl-C only once, from this process.
     return subprocess.Popen(
         [sys.executable, "-m", "trainer", *words], env=env, start_new_session=True, preexec_fn=_die_with_parent
     )
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however that dies."""
+    """Make the kernel kill this process when its parent ends, however the parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _environment(rank: int, ranks: int, launch: str) -> dict[str, str]:
-    """The variables of a rank, as torchrun sets them, and the name of the launch, by which its ranks meet. A single rank
-    gets none."""
+    """Return the environment of a rank, with the variables that torchrun sets. A single rank needs none of them.
+
+    launch: a key by which the ranks of one launch find each other."""
     env = {key: value for key, value in os.environ.items() if key != "MASTER_PORT"}
     if ranks == 1:
         return env
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    own = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": ranks,
         "LOCAL_RANK": rank,
@@ -67,19 +69,31 @@ def _environment(rank: int, ranks: int, launch: str) -> dict[str, str]:
         "WMSE_LAUNCH": launch,
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", threads),
     }
-    return env | {key: str(value) for key, value in own.items()}
+    return env | {key: str(value) for key, value in variables.items()}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended. After the first failure the others get some time to notice it."""
+    """Wait until all processes have ended, or for some time after the first failure.
+
+    Returns the first failure's exit code."""
     first_failure = 0
     end = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
-        failed = [code for process in processes if (code := process.poll())]
+        failed = _failed(processes)
         if failed and not first_failure:
-            # a rank that was killed by a signal counts as the shell counts it
+            # A rank that was killed by signal N has the code -N here, and 128 + N in a shell.
             first_failure = failed[0] if failed[0] > 0 else 128 - failed[0]
             if first_failure != PREEMPTED:
                 end = time.monotonic() + _END_SECONDS
-    return first_failure or next((code for process in processes if (code := process.poll())), DONE)
+    if first_failure:
+        return first_failure
+    # The last process may have failed after the last look.
+    failed = _failed(processes)
+    return failed[0] if failed else DONE
+
+
+def _failed(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Return the exit codes of the processes that have failed, in the order of their ranks."""
+    codes = [process.poll() for process in processes]
+    return [code for code in codes if code]

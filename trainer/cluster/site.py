@@ -1,4 +1,6 @@
-"""What to request from a cluster: a YAML file per site (slurm/cluster.yaml is an example), and the same on the command line."""
+"""Site options: what to request from a cluster.
+
+A YAML file holds them (example: slurm/cluster.yaml), or the command line."""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from trainer.errors import InputError
 
 @dataclass(frozen=True)
 class Site:
-    """Options of the SLURM job. An empty value leaves the option out, so the site's own default holds."""
+    """Options of the SLURM job.
+
+    An option with an empty value is not given to SLURM, so the default of the cluster applies."""
 
     partition: str = ""
     """Partition, or several as a,b."""
     account: str = ""
-    """Account that is charged."""
+    """Account to charge."""
     qos: str = ""
     """Quality of service."""
     constraint: str = ""
@@ -29,19 +33,19 @@ class Site:
     time: str = "24:00:00"
     """Time limit of one start of the job: minutes, HH:MM:SS or days-HH:MM:SS. The job is requeued until the run is done."""
     signal_seconds: int = 120
-    """Seconds before the time limit at which the run is told to save; the limit must be longer than twice this."""
+    """Seconds before the time limit at which SLURM tells the run to save. The limit must be longer than twice this."""
     gpus_per_node: int = 0
-    """GPUs of a node; 0: do not ask for any."""
+    """GPUs of a node; 0: request none."""
     cpus_per_task: int = 0
-    """Cores of each rank; 0: the site's default, often 1, which is too few for the loader."""
+    """Cores of each rank; 0: the default of the cluster, often 1, which is too few for the loader."""
     memory: str = ""
-    """Memory of a node, such as 480G; 0 means all of it."""
+    """Memory of a node, such as 480G; 0: all memory of the node."""
     exclusive: bool = False
-    """Take whole nodes."""
+    """Request whole nodes."""
     nodelist: str = ""
     """Nodes that the job must get, such as n[01-04]."""
     exclude: str = ""
-    """Nodes that the job must not get."""
+    """Nodes that the job may not get."""
     dependency: str = ""
     """Jobs to wait for, such as afterok:123."""
     mail_user: str = ""
@@ -49,113 +53,124 @@ class Site:
     mail_type: str = ""
     """Events that send a mail, such as END,FAIL."""
     setup: tuple[str, ...] = ()
-    """Shell lines that run before the ranks start, on the first node: module load, source .../activate."""
+    """Shell lines that run on the first node before the ranks start: module load, source .../activate."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of all ranks, such as NCCL_SOCKET_IFNAME."""
     sbatch: dict[str, str] = field(default_factory=dict)
-    """Any other option of sbatch, by its long name without dashes in front."""
+    """Any other option of sbatch, by its long name without leading dashes."""
     srun: tuple[str, ...] = ()
     """More options for srun, such as --gpu-bind=none or --container-image=FILE."""
     evaluator: dict[str, str] = field(default_factory=dict)
-    """Options of this list that are different for the evaluator's job, such as time or gpus_per_node."""
+    """Options that differ for the evaluator's job, such as time or gpus_per_node."""
 
 
 SITE_KEYS = tuple(f.name for f in dataclasses.fields(Site))
 
-
+# Options of sbatch that `wmse launch` sets itself.
 _OWN_OPTIONS = ("array", "error", "job-name", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output",
                 "requeue", "signal", "time")  # fmt: skip
 
 
 def load_site(path: Path | None, words: Sequence[str]) -> Site:
-    """The options of a YAML file, then `words` (--option value) over them.
+    """Load the options of a YAML file; `words` (--option value) override them.
 
-    Raises InputError for an unknown option, suggesting the closest, or for a value of the wrong type."""
+    Raises InputError for an unknown option, naming the closest known one, and for a value of the wrong type."""
     from trainer.config.yaml_values import read_yaml
 
     values: dict[str, Any] = read_yaml(path) if path else {}
-    unknown = [key for key in values if key not in SITE_KEYS]
-    if unknown:
-        near = difflib.get_close_matches(str(unknown[0]), SITE_KEYS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(SITE_KEYS)}"
-        raise InputError(f"unknown option {unknown[0]} in {path}: {hint}")
-    return _build([(f"{key} in {path}", key, value) for key, value in values.items()] + _from_words(words))
+    for key in values:
+        if key not in SITE_KEYS:
+            near = difflib.get_close_matches(str(key), SITE_KEYS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(SITE_KEYS)}"
+            raise InputError(f"unknown option {key} in {path}: {hint}")
+    from_file = [(f"{key} in {path}", key, value) for key, value in values.items()]
+    return _build(from_file + _from_words(words))
 
 
 def evaluator_site(site: Site) -> Site:
-    """The options of the evaluator's job. Raises InputError as `load_site` does."""
+    """Return the options of the evaluator's job. Raises InputError as `load_site` does."""
     unknown = [key for key in site.evaluator if key not in SITE_KEYS or key == "evaluator"]
     if unknown:
-        raise InputError(
-            f"unknown option {unknown[0]} in the site's evaluator: it takes the options of the site itself"
-        )
+        raise InputError(f"unknown option {unknown[0]} in the site's evaluator: give options of the site, such as time")
     inherited = [("", f.name, getattr(site, f.name)) for f in dataclasses.fields(Site)]
     changed = [(f"evaluator.{key} of the site", key, value) for key, value in site.evaluator.items()]
     return _build(inherited + changed)
 
 
 def split_site_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Split command-line words into site options and the rest; --key value and --key=value both stay together."""
+    """Split command-line words into site options and other words. A value stays with its option."""
     site: list[str] = []
     others: list[str] = []
-    into = others
+    target = others
     for word in words:
         if word.startswith("--"):
-            into = site if word[2:].partition("=")[0] in SITE_KEYS else others
-        into.append(word)
+            key = word[2:].partition("=")[0]
+            target = site if key in SITE_KEYS else others
+        target.append(word)
     return site, others
 
 
 def _from_words(words: Sequence[str]) -> list[tuple[str, str, Any]]:
+    """Read site options, --key value or --key=value, as (option as given, key, value)."""
     found = []
     rest = list(words)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise InputError(f"{name} has no value")
+                raise InputError(f"{name} has no value: give one behind it")
             value = rest.pop(0)
         key = name.removeprefix("--")
         if not isinstance(getattr(Site(), key), (str, int)):
-            raise InputError(f"{name} can't be given on the command line: write {key} into the file of --site")
+            raise InputError(f"{name} cannot be given on the command line: write {key} into the file of --site")
         found.append((name, key, value))
     return found
 
 
 def _build(values: list[tuple[str, str, Any]]) -> Site:
-    """A Site from (where it was given, key, value); a later value replaces an earlier one."""
+    """Build a Site from (where it was given, key, value). A later value replaces an earlier one."""
     typed: dict[str, Any] = {}
     for where, key, value in values:
-        typed[key] = _convert(where, value, getattr(Site(), key))
+        default = getattr(Site(), key)
+        typed[key] = _convert(where, value, default)
     site = Site(**typed)
     _check_names(site)
     minutes = parse_minutes(site.time)
     if minutes * 60 <= 2 * site.signal_seconds:
         raise InputError(
-            f"the time limit is {minutes} minutes and signal_seconds {site.signal_seconds}: a job would be told to save "
-            "right after its start; give more time or a smaller signal_seconds"
+            f"the time limit is {minutes} minutes and signal_seconds is {site.signal_seconds}: SLURM would tell the job to "
+            "save right after its start; give more time or a smaller signal_seconds"
         )
     return site
 
 
 def _check_names(site: Site) -> None:
-    """Raises InputError for what would break the batch script, or undo what `wmse launch` has checked."""
+    """Raise InputError for options that would break the batch script or override the checks of `wmse launch`."""
     for name in site.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise InputError(f"environment of the site: {name!r} is no name of a variable")
+            raise InputError(
+                f"environment of the site: {name!r} is not a name for a variable, use letters, digits and _"
+            )
     for name in site.sbatch:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise InputError(f"sbatch of the site: {name!r} is no option; give its long name without dashes in front")
+            raise InputError(f"sbatch of the site: {name!r} is not an option; give a long name without leading dashes")
         if name in _OWN_OPTIONS:
-            raise InputError(f"sbatch of the site: {name} is set by `wmse launch` itself; leave it out")
-    texts = [getattr(site, f.name) for f in dataclasses.fields(Site)]
-    words = [*site.environment.values(), *site.sbatch.values(), *(text for text in texts if isinstance(text, str))]
-    if broken := [word for word in words if not word.isprintable()]:
-        raise InputError(f"the site has {broken[0]!r}: a batch script takes one line without control characters")
+            raise InputError(f"sbatch of the site: `wmse launch` sets {name} itself; remove it")
+    # Every text becomes a part of one line in the batch script.
+    texts = [*site.environment.values(), *site.sbatch.values()]
+    for site_field in dataclasses.fields(Site):
+        value = getattr(site, site_field.name)
+        if isinstance(value, str):
+            texts.append(value)
+    for text in texts:
+        if not text.isprintable():
+            raise InputError(
+                f"the site has {text!r}: remove line breaks and control characters, a batch script takes none"
+            )
 
 
 def _convert(where: str, value: Any, default: Any) -> Any:
-    """Text from a file or the command line as a value of the type of `default`."""
+    """Convert a value from a file or the command line to the type of `default`. where: name of the option in errors."""
     if isinstance(default, bool):
         if str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"

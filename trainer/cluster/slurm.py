@@ -1,4 +1,4 @@
-"""Submits `wmse` commands to SLURM through submitit."""
+"""Submission of `wmse` commands to SLURM through submitit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from trainer.cluster.task import WmseTask
 from trainer.errors import InputError
 from trainer.run.commit import git_commit
 
-# seconds until srun ends the other ranks after one has ended: as long as timeout_minutes, so that rank 0 can finish its save
+# After one rank has ended, srun kills the others this much later: the default of timeout_minutes, so rank 0 can finish a
+# save.
 _WAIT_SECONDS = 600
 # The batch script's last lines; the sbatch scripts in slurm/ end in the same way.
 _REQUEUE = """\
 code=$?
-# 75: saved, and wants to go on. The others: USR1, USR2 or TERM came before Python listened to signals.
+# 75: the run has saved and must continue. The others: USR1, USR2 or TERM arrived before Python handled signals.
 case "$code" in 75|138|140|143)
     id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     for attempt in 1 2 3; do scontrol requeue "${id:-$SLURM_JOB_ID}" && sleep 60; sleep 10; done ;;
@@ -34,7 +35,7 @@ exit "$code"
 """
 
 
-# options that sbatch, submitit and a Site call alike
+# Options that have the same name in sbatch, submitit and Site.
 _SAME_NAMES = (
     "partition",
     "account",
@@ -49,28 +50,29 @@ _SAME_NAMES = (
 
 
 def job_parameters(site: Site, *, name: str, nodes: tuple[int, int], tasks_per_node: int, code: Path) -> dict[str, Any]:
-    """What submitit writes into the batch script.
+    """Return the parameters of the batch script, as submitit takes them.
 
-    nodes: smallest and largest number. code: folder of the code that the job runs; its commit goes into logs and results.
+    nodes: smallest and largest number. code: folder of the code that the job runs.
     """
     least, most = nodes
     more = {"requeue": True, "exclusive": site.exclusive or None, "mem": site.memory or None, **site.sbatch}
+    tasks = []
     if least != most:
         more["nodes"] = f"{least}-{most}"
-        # some versions fill in the number of tasks of the smallest number of nodes
-        tasks = [f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks_per_node}))"]
-    else:
-        tasks = []
-    # srun does not inherit --cpus-per-task from sbatch; a rank that fails must not kill one that is still saving
+        # Some versions of SLURM set SLURM_NTASKS for the smallest number of nodes.
+        tasks.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks_per_node}))")
+    # A rank that fails may not kill one that is still saving. srun does not inherit --cpus-per-task from sbatch.
     srun = [f"--wait={_WAIT_SECONDS}", "--kill-on-bad-exit=0"]
-    srun += [f"--cpus-per-task={site.cpus_per_task}"] if site.cpus_per_task else []
+    if site.cpus_per_task:
+        srun.append(f"--cpus-per-task={site.cpus_per_task}")
+    # The copied code has no git history, so the job gets the commit for its logs and results.
     environment = {"WMSE_COMMIT": git_commit() or "unknown", **site.environment}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
     parameters = {
         "job_name": re.sub(r"[^\w.+-]", "_", name),
         "time": parse_minutes(site.time),
         "nodes": most,
-        # with --ntasks-per-node=1 a range of nodes gets its smallest number (SLURM 22.05); one is the default
+        # With --ntasks-per-node=1, SLURM 22.05 gives a range of nodes its smallest number. The default is one task anyway.
         "ntasks_per_node": None if tasks_per_node == 1 and least != most else tasks_per_node,
         "signal_delay_s": site.signal_seconds,
         "gpus_per_node": site.gpus_per_node or None,
@@ -83,38 +85,43 @@ def job_parameters(site: Site, *, name: str, nodes: tuple[int, int], tasks_per_n
         "additional_parameters": {key: value for key, value in more.items() if value is not None},
     }
     given = {key: value for key, value in parameters.items() if value not in (None, "")}
-    return given | {"wckey": None}  # submitit would set one, which sites without it refuse
+    return given | {"wckey": None}  # submitit would set a wckey, which clusters without wckeys refuse
 
 
 def _use_code(code: Path) -> list[str]:
-    """Lines that have Python take the packages in `code` before any that are installed: python -m looks into the current folder
-    first, and a container that begins in another one still has the path."""
+    """Return shell lines that make Python import the packages in `code` instead of installed ones.
+
+    `python -m` looks into the current folder first. A container that starts in another folder still has PYTHONPATH."""
     folder = shlex.quote(str(code))
     return [f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}}", f"cd {folder}"]
 
 
 def batch_script(folder: Path, parameters: dict[str, Any], count: int) -> str:
-    """The text that `submit` hands to sbatch; works where SLURM is not installed. count: tasks of the array, 1 for no array."""
+    """Return the batch script that `submit` gives to sbatch, also without SLURM.
+
+    count: tasks of the array, 1 without array."""
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    return str(
-        _make_sbatch_string(command=command, folder=folder, map_count=count if count > 1 else None, **parameters)
-    )
+    tasks = count if count > 1 else None
+    script = _make_sbatch_string(command=command, folder=folder, map_count=tasks, **parameters)
+    return str(script)
 
 
 def submit(folder: Path, parameters: dict[str, Any], commands: Sequence[Sequence[str]]) -> list[str]:
-    """Submit each command as a job, several as one array -> their ids ("123", or "123_0", "123_1", ...).
+    """Submit one command as a job, several as an array. Returns the ids: "123", or "123_0", "123_1", ...
 
-    folder: where submitit keeps its files and the jobs' output. Raises InputError if SLURM is not there or refuses."""
+    folder: folder for submitit's files and the jobs' output. Raises InputError if SLURM is not installed or refuses the
+    job."""
     try:
-        executor = submitit.SlurmExecutor(folder, max_num_timeout=1 << 30)  # RunState decides when requeueing is no use
+        # submitit sets no limit on requeueing: RunState ends a run that makes no progress.
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=1 << 30)
     except RuntimeError as error:
         raise InputError(
-            "srun was not found: run this on a login node of the cluster, or take --cluster local"
+            "srun was not found: run this command on a login node of the cluster, or use --cluster local"
         ) from error
     executor.update_parameters(**parameters)
     try:
         jobs = executor.submit_array([WmseTask(command) for command in commands])
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-        said = str(error).strip().rpartition("\n")[2]
-        raise InputError(f"sbatch refused the job: {said}") from error
+        last_line = str(error).strip().rpartition("\n")[2]
+        raise InputError(f"sbatch refused the job: {last_line}") from error
     return [job.job_id for job in jobs]

@@ -1,4 +1,4 @@
-"""A copy of the code and the settings, so that later edits do not change a job that waits in the queue."""
+"""Snapshot of the code and the settings, so that later edits do not change a job that waits in the queue."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ PACKAGES = (_SOURCE / "trainer", _SOURCE / "kernels")
 
 
 def new_code_folder(folder: Path) -> Path:
-    """A folder below `folder`, named by the time."""
+    """Return a path below `folder` that is named after the current time. Does not create it."""
     return folder / time.strftime("%Y%m%d-%H%M%S")
 
 
 def take_snapshot(code: Path) -> None:
     """Copy the program into the folder `code`."""
+    ignore = shutil.ignore_patterns("__pycache__")
     for package in PACKAGES:
-        shutil.copytree(package, code / package.name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        shutil.copytree(package, code / package.name, ignore=ignore, dirs_exist_ok=True)
 
 
 def save_settings(config: Config, folder: Path) -> Path:
-    """Write the resolved settings of one run into `folder`; returns the file."""
+    """Write the resolved settings of one run into `folder`. Returns the path of the file."""
     path = folder / f"launch-{Path(config.run_dir).name}.yaml"
     save_config(config, path)
     return path

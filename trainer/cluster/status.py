@@ -1,4 +1,4 @@
-"""`wmse status`: where runs stand, as one table or as JSON. Reads their folders and asks SLURM; imports no torch."""
+"""`wmse status`: the state of runs as a table or as JSON, from run folders and SLURM. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainer.cluster.jobs import Job, find_jobs
 from trainer.cluster.runs import RunFiles, read_run
 from trainer.data.printable import printable
 
-_PATH_WIDTH = 14  # of a run's folder, and of its name, in a narrow terminal
-_UNLIMITED = 10_000  # columns of a terminal
+_PATH_WIDTH = 14  # width of a run's folder, and of its name, in a narrow terminal
+_UNLIMITED = 10_000  # terminal columns that fit any table
 Row = dict[str, Any]
 
-# In a narrow terminal the columns of a group stand one below the other.
+# In a narrow terminal the cells of a group are stacked.
 _GROUPS = (
     ("run",),
     ("state", "ETA"),
@@ -36,7 +36,7 @@ _GROUPS = (
 
 
 def show_status(folders: Sequence[Path], *, as_json: bool) -> None:
-    """Print the state of runs on stdout. folders: runs, or folders of runs; none: all in ./runs."""
+    """Print the state of runs. folders: run folders, or folders of run folders; empty: all runs in ./runs."""
     found = runs.find_runs(folders) if folders else runs.find_all_runs(Path("runs"))
     rows = describe_runs(found)
     if as_json:
@@ -46,17 +46,19 @@ def show_status(folders: Sequence[Path], *, as_json: bool) -> None:
 
 
 def describe_runs(run_dirs: Sequence[Path]) -> list[Row]:
-    """One dict a run, always with the same keys; None stands for what is not known."""
-    files = [read_run(run_dir) for run_dir in run_dirs]
-    jobs = find_jobs(job_id for job_id in (f.job_id for f in files) if job_id)
+    """Return one dict for each run, always with the same keys. An unknown value is None."""
+    all_files = [read_run(run_dir) for run_dir in run_dirs]
+    job_ids = [files.job_id for files in all_files]
+    jobs = find_jobs(job_id for job_id in job_ids if job_id)
     now = time.time()
-    return [_describe(f, jobs.get(f.job_id or ""), now) for f in files]
+    return [_describe(files, jobs.get(job_id or ""), now) for files, job_id in zip(all_files, job_ids, strict=True)]
 
 
 def _describe(files: RunFiles, job: Job | None, now: float) -> Row:
-    state, problems = files.state, list(files.problems)
-    beat = runs.number(state, "heartbeat")
-    age = None if beat is None else max(now - beat, 0.0)
+    state = files.state
+    problems = list(files.problems)
+    heartbeat = runs.number(state, "heartbeat")
+    age = None if heartbeat is None else max(now - heartbeat, 0.0)
     starts = runs.whole(state, "starts")
     shown = _state(files, age, job)
     return {
@@ -85,7 +87,9 @@ def _describe(files: RunFiles, job: Job | None, now: float) -> Row:
 
 
 def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
-    """The run's own word, unless its silence or SLURM says otherwise."""
+    """Return the state to show: that of state.json, unless a missing heartbeat or SLURM contradicts it.
+
+    age: seconds since the last heartbeat."""
     status = files.status
     if status is None:
         return "unreadable" if files.problems else "unknown"
@@ -96,29 +100,36 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
     if status not in ("starting", "running"):
         return status
     if age is None:
-        return f"{status}?"  # a version without heartbeats
+        return f"{status}?"  # written by a version without heartbeats
     if age <= runs.LOST_SECONDS and not files.process_is_gone:
         return status
     silent = f"(no heartbeat for {age / 60:.0f} min)"
     if job is None or not job.is_active:
         return f"lost {silent}"
-    # a dead node writes no last word: its job waits in the queue again while state.json still says running
+    # When a node dies, state.json still says running while the job waits in the queue again.
     return "requeued" if job.state != "RUNNING" else f"hangs? {silent}"
 
 
 def _seconds_left(files: RunFiles, problems: list[str]) -> float | None:
-    step, total = runs.number(files.state, "step"), runs.number(files.state, "total_steps")
-    rate, images = runs.number(files.state, "images_per_s"), runs.images_per_step(files.run_dir, problems)
-    if step is None or total is None or not rate or not images:
+    """Estimate the rest of the training time from the speed of the last logged line."""
+    step = runs.number(files.state, "step")
+    total_steps = runs.number(files.state, "total_steps")
+    images_per_s = runs.number(files.state, "images_per_s")
+    images_per_step = runs.images_per_step(files.run_dir, problems)
+    if step is None or total_steps is None or not images_per_s or not images_per_step:
         return None
-    return round(max(total - step, 0) * images / rate, 1)
+    steps_left = max(total_steps - step, 0)
+    return round(steps_left * images_per_step / images_per_s, 1)
 
 
 def print_status(rows: Sequence[Row], console: Console) -> None:
-    """One line a run if the terminal is wide enough, else several; below the table what needs a sentence."""
+    """Print a table with one line for each run, or several lines in a narrow terminal. Messages follow below the table."""
     cells = [_cells(row) for row in rows]
-    table = _table(cells, [(name,) for group in _GROUPS for name in group], " ")
-    if Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum > console.width:
+    single_columns = [(name,) for group in _GROUPS for name in group]
+    table = _table(cells, single_columns, " ")
+    # Measure the table in an unlimited terminal. If it is too wide for this one, stack the cells of each group.
+    unlimited = console.options.update(width=_UNLIMITED)
+    if Measurement.get(console, unlimited, table).maximum > console.width:
         for cell in cells:
             cell["run"] = _in_lines(cell["run"][0])
         table = _table(cells, _GROUPS, "\n")
@@ -129,53 +140,64 @@ def print_status(rows: Sequence[Row], console: Console) -> None:
 
 
 def _cells(row: Row) -> dict[str, list[str]]:
-    """Column: its parts, which stand side by side or one below the other."""
-    step = "-" if row["step"] is None else str(row["step"])
-    found = row["evaluation"]
+    """Return the texts of each column by its name. A cell with several texts shows them side by side or stacked."""
+    step = _format(row["step"], "d")
+    if row["total_steps"] is not None:
+        step = f"{step}/{row['total_steps']}"
     reason = f"({row['job_reason']})" if row["job_reason"] else None
+    job = [part for part in (row["job_id"], row["job_state"], reason) if part]
+    evaluation = ["-"]
+    found = row["evaluation"]
+    if found:
+        linear = _format(found["linear_top1"], ".2f")
+        knn = _format(found["knn_top1"], ".2f")
+        evaluation = [f"step {found['step']}", f"linear {linear}", f"k-nn {knn}"]
     return {
         "run": [row["run"]],
         "state": [row["state"]],
         "ETA": [_duration(row["eta_seconds"])],
-        "step": [step if row["total_steps"] is None else f"{step}/{row['total_steps']}"],
+        "step": [step],
         "epoch": [_format(row["epoch"], ".2f")],
         "images/s": [_format(row["images_per_s"], ".0f")],
         "loss": [_format(row["loss"], ".4f")],
         "saved": [_format(row["checkpoint_step"], "d")],
         "restarts": [_format(row["restarts"], "d")],
-        "SLURM": [part for part in (row["job_id"], row["job_state"], reason) if part] or ["-"],
-        "evaluation": ["-"]
-        if found is None
-        else [
-            f"step {found['step']}",
-            f"linear {_format(found['linear_top1'], '.2f')}",
-            f"k-nn {_format(found['knn_top1'], '.2f')}",
-        ],
+        "SLURM": job or ["-"],
+        "evaluation": evaluation,
     }
 
 
-def _table(cells: Sequence[dict[str, list[str]]], groups: Sequence[tuple[str, ...]], between: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0) if between == "\n" else (0, 1))
+def _table(cells: Sequence[dict[str, list[str]]], groups: Sequence[tuple[str, ...]], separator: str) -> Table:
+    """Build the table. groups: names of the columns that share one column of the table. separator: between their texts."""
+    stacked = separator == "\n"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0) if stacked else (0, 1))
     for group in groups:
         wraps = group[0] in ("run", "state", "SLURM")
         table.add_column(Text("\n".join(group)), overflow="fold", no_wrap=not wraps)
     for cell in cells:
-        parts = [[printable(part) for name in group for part in cell[name]] for group in groups]
-        table.add_row(*(Text(between.join(part)) for part in parts))
-        if between == "\n":
+        row = []
+        for group in groups:
+            parts = [printable(part) for name in group for part in cell[name]]
+            row.append(Text(separator.join(parts)))
+        table.add_row(*row)
+        if stacked:
             table.add_section()
     return table
 
 
 def _notes(row: Row) -> list[str]:
+    """Return the messages about a run that are too long for the table."""
+    notes = list(row["problems"])
     silent = "no heartbeat" in row["state"]
-    doing = [f"its last word: the run {row['doing']}"] if silent and row["doing"] else []
-    message = [row["message"]] if row["message"] else []
-    return [*row["problems"], *doing, *message]
+    if silent and row["doing"]:
+        notes.append(f"its last report: the run {row['doing']}")
+    if row["message"]:
+        notes.append(row["message"])
+    return notes
 
 
 def _in_lines(run: str) -> list[str]:
-    """Folder and name of a run one below the other, each cut to its end: that is what tells runs apart."""
+    """Return folder and name of a run as two lines. Long ones keep their ends, because the ends tell runs apart."""
     folder, slash, name = run.rpartition("/")
     lines = [folder + slash, name] if slash else [name]
     return [line if len(line) <= _PATH_WIDTH else "…" + line[1 - _PATH_WIDTH :] for line in lines]

@@ -1,4 +1,4 @@
-"""What submitit runs on every task of a job: one `wmse` command."""
+"""Callable that submitit runs in every task of a job: one `wmse` command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from submitit.helpers import DelayedSubmission
 
 
 class WmseTask:
-    """A `wmse` command, pickled by submitit. Its exit code becomes the task's, so that the batch script can requeue the job."""
+    """A `wmse` command, pickled by submitit.
+
+    The task ends with its exit code, by which the batch script requeues the job."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -18,11 +20,13 @@ class WmseTask:
     def __call__(self) -> None:
         from trainer.cli import main
 
-        logging.getLogger("submitit").propagate = False  # its lines belong to the job's output, not to the run's log
+        logging.getLogger("submitit").propagate = False  # keeps submitit's lines out of the run's log
         code = main(self.words)
         if code:
             sys.exit(code)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit for a signal that comes before the command listens to signals: the same command again."""
+        """Return the same command again.
+
+        submitit calls this for a signal that arrives before the command handles signals."""
         return DelayedSubmission(self)

@@ -1,1 +1,1 @@
-"""This process among all of the job: ranks, process groups, devices, collectives."""
+"""Distributed training: ranks, process groups, devices and collectives."""

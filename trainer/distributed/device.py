@@ -1,10 +1,9 @@
-"""Choose a rank's device and precision, and measure its memory."""
+"""Device and precision of a rank, and the memory in use."""
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +14,9 @@ from trainer.errors import InputError
 
 
 def choose_device(config: Config, ranks: Ranks) -> torch.device:
-    """Return the rank's device. Raises InputError if a GPU is asked for and there is none, or fewer than ranks on the node."""
+    """Return the device of this rank.
+
+    Raises InputError if the config demands a GPU and torch finds none, or if the node has fewer GPUs than ranks."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("device is cuda, but torch sees no GPU here: set device to cpu or auto")
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -23,12 +24,13 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
     visible = torch.cuda.device_count()
     if visible > 1 and ranks.local_rank >= visible:
         raise InputError(
-            f"rank {ranks.rank} is number {ranks.local_rank} on its node, which shows it {visible} GPU(s): start one per GPU"
+            f"rank {ranks.rank} has local rank {ranks.local_rank} on its node, but sees only {visible} GPU(s): start one rank "
+            "per GPU"
         )
-    # one visible GPU is the rank's own (srun --gpus-per-task=1); that no two ranks have the same is checked when they meet
+    # With srun --gpus-per-task=1 each rank sees one GPU. `compare_ranks` makes sure that no two ranks have the same one.
     index = 0 if visible == 1 else ranks.local_rank
     torch.cuda.set_device(index)
-    torch.backends.cudnn.benchmark = True  # shapes never change
+    torch.backends.cudnn.benchmark = True  # pays off because shapes never change
     return torch.device("cuda", index)
 
 
@@ -38,46 +40,56 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 PRECISION_NAMES = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float16: "fp16 autocast"}
-"""The result of `autocast_dtype` in words."""
+"""Names for the results of `autocast_dtype`."""
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """Return the type of autocast for config.precision on this device: bf16, fp16 or None (float32)."""
+    """Return the dtype of autocast for config.precision on this device: bf16, fp16 or None (float32)."""
     if config.precision == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bf16()
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
         return torch.bfloat16 if fast else None
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[config.precision]
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+    return dtypes[config.precision]
 
 
-def _cpu_multiplies_bf16() -> bool:
-    """Whether the processor has bf16 dot products (emulated, they are slower than float32)."""
-    flags = Path("/proc/cpuinfo")
-    words = set(flags.read_text().split()) if flags.exists() else set()
+def _cpu_has_bf16() -> bool:
+    """Return whether the processor has bf16 dot products. Emulated ones are slower than float32."""
+    info = Path("/proc/cpuinfo")
+    words = set(info.read_text().split()) if info.exists() else set()
     return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Return (memory in use, its limit), GiB. On a GPU the use of all processes and the whole memory; on a CPU the use of this
-    process and the limit of its control group or the machine's memory."""
+    """Return (memory in use, its limit) in GiB.
+
+    On a GPU: the use of all processes, and the whole memory. On a CPU: the use of this process, and the limit of its
+    control group or the machine's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 2**30, total / 2**30
-    page = os.sysconf("SC_PAGE_SIZE")
-    used = int(Path("/proc/self/statm").read_text().split()[1]) * page
-    return used / 2**30, min(os.sysconf("SC_PHYS_PAGES") * page, *_group_limits(), sys.maxsize) / 2**30
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * page_bytes
+    limit = min([machine_bytes, *_group_limits()])
+    return resident_pages * page_bytes / 2**30, limit / 2**30
 
 
 @functools.cache
 def _group_limits() -> tuple[int, ...]:
-    """Return the memory limits of this process's control groups (version 1 or 2) and their parents, bytes."""
+    """Return the memory limits of this process's control groups (version 1 or 2) and their parents, in bytes."""
     limits = []
     groups = Path("/proc/self/cgroup")
-    for line in groups.read_text().splitlines() if groups.exists() else []:
+    lines = groups.read_text().splitlines() if groups.exists() else []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         root = Path("/sys/fs/cgroup", controllers)
-        own = root / path.lstrip("/")
-        above = [group for group in (own, *own.parents) if root in (group, *group.parents)]
-        for file in [group / name for group in above for name in ("memory.max", "memory.limit_in_bytes")]:
-            text = file.read_text().strip() if file.is_file() else ""
-            limits += [int(text)] if text.isdecimal() else []  # "max": no limit
+        group = root / path.lstrip("/")
+        # The group and its parents up to the root: the limit of each applies.
+        levels = [level for level in (group, *group.parents) if level.is_relative_to(root)]
+        for level in levels:
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                file = level / name
+                text = file.read_text().strip() if file.is_file() else ""
+                if text.isdecimal():  # "max" means no limit
+                    limits.append(int(text))
     return tuple(limits)

@@ -1,4 +1,4 @@
-"""Collective work of the ranks: process group, DDP, slice groups, opening a split together."""
+"""Process groups: the group of all ranks, loss groups, DDP, and work that all ranks do together."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from trainer.distributed.rendezvous import compare_ranks, meet
 from trainer.errors import InputError, exit_code_of
 
 T = TypeVar("T")
-# shares of timeout_minutes, after which a rank that waits for files is ended: so it is this rank that the others hear of
-_WAIT_SHARE = 0.8  # for another rank at the start, and in gloo's collectives
+# Time limits as shares of timeout_minutes, the limit of a rank that waits for files.
+_WAIT_SHARE = 0.8  # wait for another rank at the start, and in gloo's collectives
 _STEP_SHARE = 1.1  # a step over NCCL
-_NCCL_SHARE = 1.5
-# autotuning a ResNet-50 takes up to 10; another rank may take longer, or find its kernels cached
+_NCCL_SHARE = 1.5  # NCCL's collectives
+# Autotuning a ResNet-50 takes up to 10 minutes. Another rank may take longer, or find its kernels in the cache.
 _COMPILE_MINUTES = 30.0
-_peers = Peers()  # of this process, as torch's own group is
+_peers = Peers()  # one for each process, like torch's default group
 
 
 def peers() -> Peers:
-    """Return the other ranks of the job, while `process_group` is open."""
+    """Return the connection to the other ranks, while `process_group` is open."""
     return _peers
 
 
@@ -51,9 +51,9 @@ def process_group(
     first: Callable[[], None] = lambda: None,
     before_exit: Callable[[Failure], None] = lambda failure: None,
 ) -> Iterator[None]:
-    """Open the group of all ranks while the block runs; there is none if this process is alone.
+    """Open the group of all ranks while the block runs. A single rank needs no group and only calls `first`.
 
-    facts: what must be the same on all ranks, by name.
+    facts: values by name that must be the same on all ranks.
     first: called on rank 0 when all ranks have joined, before any of them continues. If it raises InputError or
         TrainingFailedError, every rank raises it.
     before_exit: called before the process is ended because another rank has failed.
@@ -65,12 +65,17 @@ def process_group(
         return
     on_gpu = device.type == "cuda"
     timeout = timedelta(minutes=_WAIT_SHARE * config.timeout_minutes)
+
+    # Meet the other ranks and compare facts with them. Both together wait no longer than the time-out.
     began = time.monotonic()
     store = meet(ranks, timeout)
-    # the start as a whole waits no longer than the time-out
-    left = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=1))
-    own_gpu = {"gpu": str(torch.cuda.get_device_properties(device).uuid)} if on_gpu else {}
-    compare_ranks(store, ranks, {**(facts or {}), "device": device.type, **own_gpu}, left, first)
+    waited = timedelta(seconds=time.monotonic() - began)
+    left = max(timeout - waited, timedelta(seconds=1))
+    all_facts = {**(facts or {}), "device": device.type}
+    if on_gpu:
+        all_facts["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
+    compare_ranks(store, ranks, all_facts, left, first)
+
     _peers = Peers(store, ranks)
     try:
         with _peers.watched(before_exit):
@@ -84,11 +89,12 @@ def process_group(
             )
             yield
     except BaseException as error:
+        # Tell the other ranks first, because the clean-up may block.
         _peers.tell(error)
         _peers.wait_until_heard()
         cause = _peers.cause_of(error)
         if on_gpu:
-            # NCCL's clean-up, by destroy_process_group or at Python's end, waits for ranks that hang in a collective
+            # NCCL's clean-up, in destroy_process_group or at Python's exit, waits for ranks that hang in a collective.
             atexit.register(_exit_at_once, exit_code_of(cause))
         elif dist.is_initialized():
             dist.destroy_process_group()
@@ -101,8 +107,9 @@ def process_group(
 
 
 def _exit_at_once(code: int) -> None:
-    """End the process at Python's exit, before NCCL's clean-up. Handlers registered earlier do not run, so output is flushed
-    here."""
+    """End the process at Python's exit, before NCCL's clean-up.
+
+    Exit handlers that were registered earlier do not run, so this flushes the output."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -110,22 +117,23 @@ def _exit_at_once(code: int) -> None:
 
 
 def make_loss_group(size: int, config: Config, ranks: Ranks, device: torch.device) -> Any:
-    """Return the process group of this rank's neighbours; None if it has none. Every rank calls this."""
+    """Return the process group of this rank's loss group of `size` ranks; None for size 1. Every rank must call this."""
     if size == 1:
         return None
-    timeout = collective_timeout(config, device)  # a new group does not take over that of all
-    groups = [
-        dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, ranks.world_size, size)
-    ]
+    timeout = collective_timeout(config, device)  # a new group does not inherit the time-out of the default group
+    # torch requires every rank to create every group, in the same order.
+    groups = []
+    for first in range(0, ranks.world_size, size):
+        members = list(range(first, first + size))
+        groups.append(dist.new_group(members, timeout=timeout))
     return groups[ranks.rank // size]
 
 
 def make_batch_norm_group(config: Config, ranks: Ranks, device: torch.device) -> str | None:
-    """Return the name of a group of all ranks for BatchNorm's statistics; None if they are each rank's own. Every rank calls
-    this.
+    """Return the name of a group of all ranks for BatchNorm's statistics; None if each rank uses local statistics.
 
-    NCCL runs the collectives of one group one after the other. In DDP's group a layer's few numbers would wait for the 25 MB of
-    gradients sent before them, and backward with them."""
+    Every rank must call this. NCCL runs the collectives of one group one after the other: in DDP's group, the few
+    numbers of a layer would wait for the 25 MB of gradients sent before them, and the backward would wait as well."""
     if ranks.world_size == 1 or config.model.batch_norm_ranks == "local":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if device.type == "cuda" else None
@@ -136,15 +144,18 @@ def make_batch_norm_group(config: Config, ranks: Ranks, device: torch.device) ->
 def collective_timeout(config: Config, device: torch.device) -> timedelta:
     """Return the time after which a collective fails.
 
-    gloo's is shorter than timeout_minutes where nothing compiles, so that a rank that waits for another says so before the
-    watchdog ends it. NCCL ends the process without a word, so its time-out comes after the watchdog's (`step_seconds`)."""
+    Over gloo, without compilation, it is shorter than timeout_minutes: a rank that waits for another rank raises an
+    error before its watchdog ends it. NCCL ends the process without a message, so its time-out is longer than the
+    watchdog's limit (`step_seconds`)."""
     share = _NCCL_SHARE if device.type == "cuda" else _WAIT_SHARE
-    return timedelta(minutes=share * config.timeout_minutes + (_COMPILE_MINUTES if compiles(config, device) else 0.0))
+    extra = _COMPILE_MINUTES if compiles(config, device) else 0.0
+    return timedelta(minutes=share * config.timeout_minutes + extra)
 
 
 def step_seconds(config: Config, ranks: Ranks, device: torch.device, *, may_compile: bool) -> float | None:
-    """Return how long a step may hang before the watchdog ends the process. None if this rank is alone, or over gloo, whose
-    collectives fail by themselves."""
+    """Return the time after which the watchdog ends a process whose step hangs.
+
+    None without a limit: for a single rank, and over gloo, whose collectives fail by themselves."""
     if ranks.world_size == 1 or device.type != "cuda":
         return None
     extra = _COMPILE_MINUTES if may_compile and compiles(config, device) else 0.0
@@ -154,22 +165,24 @@ def step_seconds(config: Config, ranks: Ranks, device: torch.device, *, may_comp
 def wrap_model(
     model: nn.Module, ranks: Ranks, device: torch.device, *, compression: str = "none", accumulates: bool = False
 ) -> nn.Module:
-    """DDP: gradients are averaged over ranks. BatchNorm's buffers are not broadcast: checkpoints hold the first rank's.
+    """Wrap the model in DDP, which averages gradients over ranks. A single rank gets the model itself.
 
-    compression: bf16 or fp16, the type in which gradients are sent and summed; none: as they are.
-    accumulates: whether some backwards keep their gradients to themselves, which DDP's static graph does not bear (torch 2.14
-    fails an assertion of its own).
+    BatchNorm's buffers are not broadcast; checkpoints hold those of rank 0.
+
+    compression: bf16 or fp16, the dtype in which gradients are sent and summed; none: their own dtype.
+    accumulates: whether some backwards do not communicate their gradients (gradient accumulation). DDP's static graph
+    does not support this: torch 2.14 fails an internal assertion.
     """
     if ranks.world_size == 1:
         return model
+    # torch 2.14 renamed broadcast_buffers.
     names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    # torch 2.14 renamed this parameter
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    leave_buffers: dict[str, Any] = {sync_buffers: False}
+    buffer_option: dict[str, Any] = {sync_buffers: False}
     wrapped = nn.parallel.DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        **leave_buffers,
+        **buffer_option,
         gradient_as_bucket_view=True,
         static_graph=not accumulates,
     )
@@ -180,45 +193,50 @@ def wrap_model(
 
 
 def one_rank_a_node_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do `work()` on every rank, on one of each node before the others: it may write a file that the others then read.
+    """Call `work()` on every rank, first on local rank 0 of each node: it may write a file that the other ranks then read.
 
     Raises InputError on every rank if the work of any rank raises InputError or OSError."""
-    found: list[T] = []
+    results: list[T] = []
+    # Two rounds: local rank 0 works in the first one, the other ranks of the node in the second one.
     for is_turn in (ranks.local_rank == 0, ranks.local_rank > 0):
         problem = None
         try:
-            found += [work()] if is_turn else []
+            if is_turn:
+                results.append(work())
         except (InputError, OSError) as error:
             problem = error
         _peers.check(problem)
-    return found[0]
+    return results[0]
 
 
 def open_on_all_ranks(data: DataConfig, split: str, ranks: Ranks) -> Index:
-    """Open a split on every rank, first on one of each node, which indexes it if necessary. Every rank calls this.
+    """Open a split on every rank, first on one rank of each node, which builds the index if necessary.
 
-    Raises InputError as `open_images` does."""
+    Every rank must call this. Raises InputError as `open_images` does."""
     return one_rank_a_node_first(ranks, lambda: open_images(data, split, progress=ranks.is_first))
 
 
 def require_same(ranks: Ranks, name: str, value: str) -> None:
-    """Raise InputError on every rank, naming those that differ from rank 0, unless `value` is the same on all ranks."""
+    """Raise InputError on every rank, naming the ranks that differ from rank 0, unless `value` is the same on all ranks."""
     if ranks.world_size == 1:
         return
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, (value, socket.gethostname()))
+    first_value, first_host = values[0]
     different = [
-        f"  - rank {rank} on {host} has {own}, rank 0 on {values[0][1]} has {values[0][0]}"
-        for rank, (own, host) in enumerate(values)
-        if own != values[0][0]
+        f"  - rank {rank} on {host} has {other_value}, rank 0 on {first_host} has {first_value}"
+        for rank, (other_value, host) in enumerate(values)
+        if other_value != first_value
     ]
     if different:
         listed = "\n".join(different[:8])
-        raise InputError(f"{name} are not the same on all ranks:\n{listed}\nGive every node the same copy of the set")
+        raise InputError(
+            f"{name} are not the same on all ranks:\n{listed}\nGive every node the same copy of the data set"
+        )
 
 
 def agree(values: Tensor, ranks: Ranks) -> Tensor:
-    """Return the largest of each value over all ranks, on the device: the one small all-reduce of a step."""
+    """Return the maximum of each value over all ranks, on the device. This is the one small all-reduce of a step."""
     if ranks.world_size > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values

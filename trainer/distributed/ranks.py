@@ -1,4 +1,4 @@
-"""Which rank this process is: from torchrun's variables, from srun's, or alone. Needs neither torch nor SLURM."""
+"""Rank of this process, as torchrun, srun or `wmse launch` assigned it. Needs neither torch nor SLURM."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trainer.errors import InputError
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process among all ranks of the job."""
+    """Place of this process among all ranks of the job."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Number of this rank on its node: the GPU it takes."""
+    """Number of this rank on its node, from 0. The rank uses the GPU of this number."""
     local_world_size: int = 1
-    """Ranks on this node."""
+    """Number of ranks on this node."""
     job_id: str = ""
     """SLURM's job id, as 123 or 123_4 for a task of an array; empty outside SLURM."""
     restarts: int = 0
-    """How often SLURM has requeued the job, or torchrun has restarted its workers."""
+    """Number of times that SLURM has requeued the job, or torchrun has restarted its workers."""
 
     @property
     def is_first(self) -> bool:
@@ -33,29 +33,31 @@ class Ranks:
 
 @dataclass(frozen=True)
 class ImageRange:
-    """Consecutive images of a step: those of a rank, of one of its micro-batches, or of a loss group."""
+    """Consecutive images of a step: those of a rank, of a micro-batch, or of a loss group."""
 
     first: int
     count: int
 
     def group(self, size: int) -> ImageRange:
-        """Return the images of the group of `size` neighbouring ranges that this one belongs to."""
+        """Return the images of the group of `size` neighbouring ranges that this range belongs to."""
         count = self.count * size
-        return ImageRange(self.first // count * count, count)
+        number = self.first // count
+        return ImageRange(number * count, count)
 
 
 def find_ranks(env: Mapping[str, str] | None = None) -> Ranks:
-    """Read the environment that torchrun, srun or `wmse launch` left; without one this process is alone.
+    """Return the place of this process from the environment variables of torchrun, srun or `wmse launch`.
 
-    Raises InputError naming the variable if one is missing, is no number or contradicts another, and for kinds of SLURM jobs
-    that can't train: heterogeneous ones, and several tasks on one core.
+    Without such variables this process is the only rank. Raises InputError naming the variable if one is missing, is not a
+    number or contradicts another. Also raises InputError for SLURM jobs that cannot train: heterogeneous jobs, and
+    several tasks on one core.
     """
     env = os.environ if env is None else env
-    _refuse_components(env)
+    _refuse_heterogeneous(env)
     if "RANK" in env or "WORLD_SIZE" in env:
-        ranks = _of_torchrun(env)
+        ranks = _from_torchrun(env)
     elif "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        ranks = _of_srun(env)
+        ranks = _from_srun(env)
     else:
         ranks = Ranks()
     restarts = _number(env, "SLURM_RESTART_COUNT", 0) + _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
@@ -63,44 +65,46 @@ def find_ranks(env: Mapping[str, str] | None = None) -> Ranks:
 
 
 def slurm_job_id(env: Mapping[str, str]) -> str:
-    """The id by which squeue knows this job, empty outside SLURM."""
+    """Return the id of this job as squeue shows it; empty outside SLURM."""
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '')}"
     return env.get("SLURM_JOB_ID", "")
 
 
 def job_key() -> str:
-    """What only the ranks of this start of this job have in common; empty if they were started by hand."""
-    if "WMSE_LAUNCH" in os.environ:  # `wmse launch --cluster local`
+    """Return a key that only the ranks of this start of this job share; empty if the ranks were started by hand."""
+    if "WMSE_LAUNCH" in os.environ:  # set by `wmse launch --cluster local`
         return os.environ["WMSE_LAUNCH"]
+    if "SLURM_STEP_ID" not in os.environ:
+        return ""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return ".".join(os.environ.get(name, "0") for name in names) if "SLURM_STEP_ID" in os.environ else ""
+    return ".".join(os.environ.get(name, "0") for name in names)
 
 
-def _of_torchrun(env: Mapping[str, str]) -> Ranks:
+def _from_torchrun(env: Mapping[str, str]) -> Ranks:
     rank = _number(env, "RANK")
     world_size = _number(env, "WORLD_SIZE")
     if world_size < 1 or rank >= world_size:
         raise InputError(
-            f"RANK is {rank} and WORLD_SIZE {world_size}: ranks count from 0 to WORLD_SIZE - 1. If they are left over from "
-            "another job, `unset RANK WORLD_SIZE`"
+            f"RANK is {rank} and WORLD_SIZE {world_size}, but ranks count from 0 to WORLD_SIZE - 1. If the variables are left "
+            "over from another job, run `unset RANK WORLD_SIZE`"
         )
     return Ranks(rank, world_size, _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1))
 
 
-def _refuse_components(env: Mapping[str, str]) -> None:
+def _refuse_heterogeneous(env: Mapping[str, str]) -> None:
     for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
         if _number(env, name, 1) > 1:
             raise InputError(
-                f"this is a heterogeneous SLURM job ({name} is {env[name]}): all ranks need the same kind of node; submit "
+                f"this is a heterogeneous SLURM job ({name} is {env[name]}), but all ranks need the same kind of node: submit "
                 "one job without components (no ':' or '#SBATCH hetjob')"
             )
 
 
-def _of_srun(env: Mapping[str, str]) -> Ranks:
+def _from_srun(env: Mapping[str, str]) -> Ranks:
     if env.get("SLURM_OVERCOMMIT", "0") not in ("", "0"):
         raise InputError(
-            "srun was called with --overcommit, so ranks would share cores: ask for a core or more per task"
+            "srun was called with --overcommit, so ranks would share cores: request at least one core per task"
         )
     rank = _number(env, "SLURM_PROCID")
     world_size = _number(env, "SLURM_STEP_NUM_TASKS")
@@ -127,9 +131,10 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def launch_warnings(ranks: Ranks, env: Mapping[str, str] | None = None) -> list[str]:
-    """What looks like a mistake in the way this process was started, as sentences for the log."""
+    """Return warnings for the log if this process was probably started in a wrong way."""
     env = os.environ if env is None else env
     tasks = env.get("SLURM_NTASKS", "1")
-    if ranks.world_size == 1 and "SLURM_STEP_ID" not in env and tasks.isdecimal() and int(tasks) > 1:
+    without_srun = "SLURM_STEP_ID" not in env
+    if ranks.world_size == 1 and without_srun and tasks.isdecimal() and int(tasks) > 1:
         return [f"this SLURM job has {tasks} tasks, but only one rank runs: start the command with srun"]
     return []

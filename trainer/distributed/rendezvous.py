@@ -1,7 +1,7 @@
-"""How the ranks of a job meet: one store on the node of rank 0, and a comparison of what must be the same before they train.
+"""Rendezvous: the ranks of a job meet in a key-value store on the node of rank 0, and compare facts before they train.
 
-torchrun brings its own store. Otherwise rank 0 opens one at MASTER_ADDR and MASTER_PORT if these are set; under srun they need
-not be: the address is the first node's, and the port is the first free one of a few that follow from the job's id.
+torchrun provides a store. Otherwise rank 0 opens one at MASTER_ADDR and MASTER_PORT. srun does not set these: the
+address then is the first node's, and the port is the first free one of a few ports derived from the job's id.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _READERS_KEY = "readers"
 _READ_SECONDS = 5.0
 _BACKLOG = 1024
 _CONNECT_SECONDS = 2.0
-_STRANGE_ANSWERS = 3  # rank 0 may be slow to answer when hundreds of ranks come at once
+_STRANGE_ANSWERS = 3  # rank 0 may answer late when hundreds of ranks connect at once
 _RESOLVE_SECONDS = 15.0
 _MOST_PROBLEMS = 20  # lines of a message
-_SAY_SECONDS = 30.0  # a wait for other ranks is logged this often
-# settings that may differ between ranks: where a node keeps its copy of the data, and how many threads read it
+_SAY_SECONDS = 30.0  # interval of the log lines while a rank waits for others
+# These may differ between ranks: a node may keep its copy of the data elsewhere, and read it with more threads.
 _MAY_DIFFER = ("host", "gpu", "data.root", "data.threads")
 
 
 def meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
-    """The store of all ranks of this job, opened by rank 0.
+    """Return the store of all ranks of this job. Rank 0 opens it, the other ranks connect to it.
 
-    Raises InputError if MASTER_ADDR and MASTER_PORT are needed and not set, if rank 0 can't listen there, or if another job
-    does; torch's DistError if rank 0 does not come within `timeout`.
+    Raises InputError if MASTER_ADDR or MASTER_PORT is needed and not set, if rank 0 cannot listen at that address, or if
+    another job listens there. Raises torch's DistError if rank 0 does not open the store within `timeout`.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host = os.environ["MASTER_ADDR"]
@@ -62,18 +62,19 @@ def meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
 
 
 def _address(ranks: Ranks) -> tuple[str, list[int]]:
-    """Host and ports at which the ranks may meet."""
+    """Return the host and the possible ports of rank 0's store."""
     env = os.environ
     host = env.get("MASTER_ADDR", "")
     port = env.get("MASTER_PORT", "")
+    ports = []
+    # Derive host and ports from the job: every rank computes the same ones, and another job most likely others.
     job = job_key()
     if job:
-        nodes = expand_nodes(env.get("SLURM_STEP_NODELIST", "")) if "WMSE_LAUNCH" not in env else []
-        host = host or (nodes[0] if len(nodes) > 1 else "127.0.0.1")
-        first = zlib.crc32(job.encode())
-        ports = [_FIRST_PORT + (first + 997 * i) % _PORT_RANGE for i in range(_NUM_PORTS)]
-    else:
-        ports = []
+        nodes = [] if "WMSE_LAUNCH" in env else expand_nodes(env.get("SLURM_STEP_NODELIST", ""))
+        first_node = nodes[0] if len(nodes) > 1 else "127.0.0.1"
+        host = host or first_node
+        start = zlib.crc32(job.encode())
+        ports = [_FIRST_PORT + (start + 997 * i) % _PORT_RANGE for i in range(_NUM_PORTS)]
     if port:
         if not (port.isdecimal() and 0 < int(port) < 65_536):
             raise InputError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1024 to 65535")
@@ -81,8 +82,8 @@ def _address(ranks: Ranks) -> tuple[str, list[int]]:
     if not host or not ports:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         raise InputError(
-            f"{ranks.world_size} ranks, but {' and '.join(missing)} not set: start with `wmse launch`, torchrun or srun, or "
-            "set them"
+            f"the job has {ranks.world_size} ranks, but the environment lacks {' and '.join(missing)}: start with `wmse "
+            "launch`, torchrun or srun, or set these variables"
         )
     return host, ports
 
@@ -90,8 +91,8 @@ def _address(ranks: Ranks) -> tuple[str, list[int]]:
 def _listen(host: str, ports: list[int], ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
     """Open the store at the first free port.
 
-    It listens on MASTER_ADDR alone if that is given, and on this node alone if there is no other. Between nodes it listens on
-    every address: which one the others reach is theirs to find out, since a node's own name often leads to 127.0.1.1 there.
+    It listens on MASTER_ADDR only if this is set, and on the loopback address if the job has one node. Otherwise it
+    listens on every address: on the node itself, its name often resolves to 127.0.1.1, which the other nodes cannot reach.
     """
     named = bool(os.environ.get("MASTER_ADDR")) or host == "127.0.0.1"
     reason: Exception | None = None
@@ -102,14 +103,14 @@ def _listen(host: str, ports: list[int], ranks: Ranks, timeout: timedelta) -> di
             reason = error
             continue
         address = host if named else "127.0.0.1"
-        # torch takes the descriptor over; "wait_for_workers" would block before a stranger can be told apart
+        # torch takes over the descriptor. wait_for_workers would count any process that connects, even one of another job.
         return dist.TCPStore(
             address, port, ranks.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-    where = f"MASTER_ADDR {host}, MASTER_PORT {', '.join(map(str, ports))}"
+    listed = ", ".join(map(str, ports))
     raise InputError(
-        f"rank 0 can't listen on {where} ({reason}): set MASTER_ADDR to an address of rank 0's node, and MASTER_PORT to a "
-        "free port"
+        f"rank 0 cannot listen on MASTER_ADDR {host}, MASTER_PORT {listed} ({reason}): set MASTER_ADDR to an address of rank "
+        "0's node, and MASTER_PORT to a free port"
     )
 
 
@@ -125,34 +126,41 @@ def _listen_everywhere(port: int) -> socket.socket:
 
 
 def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
-    """Try the ports in turn until one answers with this job's key."""
+    """Try the ports in turn until a store with this job's key answers."""
     end = time.monotonic() + timeout.total_seconds()
     say_at = time.monotonic() + _SAY_SECONDS
-    strange = dict.fromkeys(ports, 0)  # how often something there did not answer as a store does
+    strange = dict.fromkeys(ports, 0)  # answers from each port that were not those of a store
     _resolve(host)
     while True:
-        for port in [port for port in ports if strange[port] < _STRANGE_ANSWERS]:
+        for port in ports:
+            if strange[port] >= _STRANGE_ANSWERS:
+                continue
             try:
                 found = _ask(host, port, ranks.world_size)
             except TimeoutError:
                 strange[port] += 1
                 continue
-            if found and found[1] == job:
-                found[0].set_timeout(timeout)
-                return found[0]
-            if found and len(ports) == 1:
+            if not found:
+                continue
+            store, other_job = found
+            if other_job == job:
+                store.set_timeout(timeout)
+                return store
+            # A port from MASTER_PORT is the only one. Else another job may hold one of the derived ports: try the next.
+            if len(ports) == 1:
                 raise InputError(
-                    f"rank {ranks.rank}: another job ({found[1] or 'started by hand'}) listens on MASTER_ADDR {host}, "
-                    f"MASTER_PORT {port}: give each job on a node its own MASTER_PORT"
+                    f"rank {ranks.rank}: another job ({other_job or 'started by hand'}) listens on MASTER_ADDR {host}, "
+                    f"MASTER_PORT {port}: give each job on a node a different MASTER_PORT"
                 )
         if min(strange.values()) >= _STRANGE_ANSWERS:
+            listed = ", ".join(map(str, ports))
             raise InputError(
-                f"rank {ranks.rank}: what listens on {host}, port {', '.join(map(str, ports))}, is not rank 0 of this job: set "
+                f"rank {ranks.rank}: the program that listens on {host}, port {listed}, is not rank 0 of this job: set "
                 "MASTER_PORT to a free port"
             )
         if time.monotonic() >= end:
             raise dist.DistNetworkError(
-                f"rank 0 did not come to {host}, port {ports[0]}, within {timeout.total_seconds():.0f} s"
+                f"rank 0 did not listen on {host}, port {ports[0]}, within {timeout.total_seconds():.0f} s"
             )
         if time.monotonic() >= say_at:
             say_at += _SAY_SECONDS
@@ -161,7 +169,7 @@ def _connect(host: str, ports: list[int], job: str, ranks: Ranks, timeout: timed
 
 
 def _resolve(host: str) -> None:
-    """Raises InputError if the name of rank 0's node leads nowhere, as seen from this node."""
+    """Raise InputError if this node cannot resolve the name of rank 0's node."""
     end = time.monotonic() + _RESOLVE_SECONDS
     while True:
         try:
@@ -170,27 +178,32 @@ def _resolve(host: str) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise InputError(
-                    f"{socket.gethostname()} can't resolve {host}, the node of rank 0 ({error}): set MASTER_ADDR to a name or "
+                    f"{socket.gethostname()} cannot resolve {host}, the node of rank 0 ({error}): set MASTER_ADDR to a name or "
                     "address that all nodes can reach"
                 ) from error
         time.sleep(1.0)
 
 
 def _ask(host: str, port: int, world_size: int) -> tuple[dist.TCPStore, str] | None:
-    """The store at a port and the key of its job; None if there is none yet. Raises TimeoutError if something else listens."""
+    """Return the store at a port and the key of its job; None if nothing listens yet.
+
+    Raises TimeoutError if another kind of program listens."""
+    # Try a plain connection first: torch would retry for its whole time-out.
     try:
-        socket.create_connection((host, port), _CONNECT_SECONDS).close()  # torch would retry for its whole time-out
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
     except OSError:
         return None
     found: list[tuple[dist.TCPStore, str]] = []
+    timeout = timedelta(seconds=_CONNECT_SECONDS)
 
     def open_store() -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is still opening it, or has just gone
-            store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=_CONNECT_SECONDS))
-            store.wait([_JOB_KEY], timedelta(seconds=_CONNECT_SECONDS))
-            found.append((store, store.get(_JOB_KEY).decode()))
+        with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is still opening the store, or has just ended
+            store = dist.TCPStore(host, port, world_size, False, timeout)
+            store.wait([_JOB_KEY], timeout)
+            key = store.get(_JOB_KEY).decode()
+            found.append((store, key))
 
-    # torch waits for ever for a program that accepts the connection and then says nothing
+    # A thread, because torch waits for ever for a program that accepts the connection and never answers.
     thread = threading.Thread(target=open_store, daemon=True)
     thread.start()
     thread.join(3 * _CONNECT_SECONDS)
@@ -202,27 +215,34 @@ def _ask(host: str, port: int, world_size: int) -> tuple[dist.TCPStore, str] | N
 def compare_ranks(
     store: dist.Store, ranks: Ranks, facts: Mapping[str, Any], timeout: timedelta, first: Callable[[], None]
 ) -> None:
-    """Make sure that all ranks have the same facts, before any of them trains.
+    """Make sure that all ranks have the same facts before any of them trains.
 
-    facts: plain values by name, such as settings and the commit. Every rank writes its own; rank 0 compares, calls `first`,
-    and writes what became of it. If ranks differ, or `first` raises InputError or TrainingFailedError, all ranks raise it.
+    facts: plain values by name, such as settings and the commit. Every rank writes its facts to the store. Rank 0
+    compares them, calls `first` and writes the verdict. If ranks differ, or if `first` raises InputError or
+    TrainingFailedError, all ranks raise the same error.
     """
     end = time.monotonic() + timeout.total_seconds()
-    own = json.dumps({"host": socket.gethostname(), "world_size": ranks.world_size, **facts}, default=str)
+    host_facts = {"host": socket.gethostname(), "world_size": ranks.world_size}
+    written = json.dumps({**host_facts, **facts}, default=str)
     if store.add(f"arrived/{ranks.rank}", 1) > 1:
         raise InputError(
             f"rank {ranks.rank}: another process has already joined as this rank. Start every rank once, and "
-            "give two jobs on one node a MASTER_PORT each"
+            "give two jobs on one node different MASTER_PORTs"
         )
-    store.set(f"rank/{ranks.rank}", own)
+    store.set(f"rank/{ranks.rank}", written)
     if not ranks.is_first:
         verdict = json.loads(_wait(store, _VERDICT_KEY, end, "rank 0"))
         if verdict["code"]:
             store.add(_READERS_KEY, 1)
-            raise (InputError if verdict["code"] == BAD_INPUT else TrainingFailedError)(verdict["message"])
+            error_class = InputError if verdict["code"] == BAD_INPUT else TrainingFailedError
+            raise error_class(verdict["message"])
         return
     try:
-        _check_same([json.loads(_wait(store, f"rank/{r}", end, f"rank {r}")) for r in range(ranks.world_size)])
+        all_facts = []
+        for rank in range(ranks.world_size):
+            text = _wait(store, f"rank/{rank}", end, f"rank {rank}")
+            all_facts.append(json.loads(text))
+        _check_same(all_facts)
         first()
     except (InputError, TrainingFailedError) as error:
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
@@ -233,54 +253,62 @@ def compare_ranks(
 
 
 def _wait(store: dist.Store, key: str, end: float, whom: str) -> bytes:
-    """The value of a key that another rank writes. Raises DistError, naming the rank, if it does not come by `end`."""
+    """Return the value of a key that another rank writes.
+
+    Raises DistError naming this rank if the key is missing at `end`."""
     began = time.monotonic()
     while (left := end - time.monotonic()) > 0:
         try:
             store.wait([key], timedelta(seconds=min(left, _SAY_SECONDS)))
             return store.get(key)
-        except dist.DistStoreError:  # a time-out; a broken connection is another error
+        except dist.DistStoreError:  # a time-out; a broken connection raises another error
             _log.warning("still waiting for %s", whom)
-    raise dist.DistStoreError(f"{whom} did not come within {time.monotonic() - began:.0f} s")
+    raise dist.DistStoreError(f"{whom} did not join within {time.monotonic() - began:.0f} s")
 
 
 def _wait_until_read(store: dist.Store, ranks: Ranks) -> None:
-    """Keep rank 0's store alive until the other ranks know why they end, for some seconds at most."""
+    """Give the other ranks some seconds to read the verdict, because the store ends with rank 0."""
     end = time.monotonic() + _READ_SECONDS
     while store.add(_READERS_KEY, 0) < ranks.world_size - 1 and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def _check_same(all_facts: list[dict[str, Any]]) -> None:
-    """Raises InputError naming each rank and fact that differs from rank 0's."""
-    own = all_facts[0]
-    broken = [
-        f"rank {r} on {facts['host']}: {facts['problem']}" for r, facts in enumerate(all_facts) if facts.get("problem")
+    """Raise InputError naming each rank and fact that differs from rank 0's. all_facts: one dict for each rank."""
+    # The problem of a single rank comes first: its facts may differ because of it.
+    failed = [
+        f"rank {rank} on {facts['host']}: {facts['problem']}"
+        for rank, facts in enumerate(all_facts)
+        if facts.get("problem")
     ]
-    if broken:
-        raise InputError("\n".join(broken[:_MOST_PROBLEMS]))
+    if failed:
+        raise InputError("\n".join(failed[:_MOST_PROBLEMS]))
+    expected = all_facts[0]
     problems: list[str] = []
     for rank, facts in enumerate(all_facts):
-        for name in sorted(own.keys() | facts.keys()):
-            may_differ = name in _MAY_DIFFER
-            if facts.get(name) != own.get(name) and not may_differ:
+        for name in sorted(expected.keys() | facts.keys()):
+            value = facts.get(name)
+            if name not in _MAY_DIFFER and value != expected.get(name):
                 problems.append(
-                    f"rank {rank} on {facts['host']} has {name} {facts.get(name)!r}, rank 0 has {own.get(name)!r}"
+                    f"rank {rank} on {facts['host']} has {name} {value!r}, rank 0 has {expected.get(name)!r}"
                 )
-    problems += _shared_devices(all_facts)
+    problems += _shared_gpus(all_facts)
     if problems:
         listed = "\n".join(f"  - {line}" for line in problems[:_MOST_PROBLEMS])
-        raise InputError(f"the ranks of this job do not belong together:\n{listed}\nStart all of them by one command")
+        raise InputError(f"the ranks of this job do not belong together:\n{listed}\nStart all of them with one command")
 
 
-def _shared_devices(all_facts: Iterable[dict[str, Any]]) -> list[str]:
-    """Two ranks on one GPU would wait for each other, or fail in NCCL with a message that names neither."""
+def _shared_gpus(all_facts: Iterable[dict[str, Any]]) -> list[str]:
+    """Describe GPUs that two ranks use.
+
+    They would wait for each other, or fail in NCCL with a message that names neither."""
     problems = []
-    taken: dict[tuple[str, str], int] = {}
+    rank_of_gpu: dict[tuple[str, str], int] = {}
     for rank, facts in enumerate(all_facts):
-        device = facts.get("gpu")
-        if device and (earlier := taken.setdefault((facts["host"], device), rank)) != rank:
-            problems.append(
-                f"ranks {earlier} and {rank} on {facts['host']} both use GPU {device}: start one rank per GPU"
-            )
+        gpu = facts.get("gpu")
+        if not gpu:
+            continue
+        earlier = rank_of_gpu.setdefault((facts["host"], gpu), rank)
+        if earlier != rank:
+            problems.append(f"ranks {earlier} and {rank} on {facts['host']} both use GPU {gpu}: start one rank per GPU")
     return problems

@@ -1,1 +1,1 @@
-"""A run on disk and in time: folder, checkpoints, faults, signals, state."""
+"""Life of a run: its folder, checkpoints, faults, signals and state."""

@@ -1,10 +1,17 @@
-"""Checkpoints: everything that a run needs to go on, as plain tensors and values, written so that none is ever torn.
+"""Checkpoints: everything that a run needs to continue, as plain tensors and values. Each file is written atomically.
 
 A file is a dict that `torch.load(weights_only=True)` reads:
-    format, step (updates made), model (plain names: encoder.*, projector.*), optimizer, config (dotted name: value),
-    plan_version, data (fingerprint of the training split, number of images), world_size, metric_sums (since the last log line),
-    loss_scale (of fp16, else None),
-    sha256 (of all the rest, see `content_digest`)
+    format          version of this layout
+    step            updates made
+    model           state dict with plain names: encoder.*, projector.*
+    optimizer       state dict
+    config          dotted name: value
+    plan_version    version of the random choices of a step
+    data            fingerprint of the training split, number of images
+    world_size      number of ranks
+    metric_sums     sums since the last logged line
+    loss_scale      state of the fp16 loss scale, else None
+    sha256          digest of all the other entries, see `content_digest`
 """
 
 from __future__ import annotations
@@ -26,10 +33,10 @@ from trainer.run.checkpoint_check import first_not_finite
 from trainer.run.checkpoint_files import checkpoint_path, list_checkpoints, step_of
 
 FORMAT = 3
-_READABLE = (2, FORMAT)  # encoders of format 2 are those of today
+_READABLE = (2, FORMAT)  # format 2 has the same encoders
 _log = logging.getLogger(__name__)
-_PREFIXES = ("module.", "_orig_mod.")  # what DDP and torch.compile put before names
-# what a safe load raises of a file with flipped bytes (each was tried in a small one); MemoryError is not among them
+_PREFIXES = ("module.", "_orig_mod.")  # added to parameter names by DDP and torch.compile
+# Errors that a safe load raised for a small file with flipped bytes. MemoryError is not one of them.
 _UNREADABLE = (
     *(OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
     *(OverflowError, pickle.UnpicklingError, zipfile.BadZipFile),
@@ -37,55 +44,68 @@ _UNREADABLE = (
 
 
 def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_steps: Container[int] = ()) -> Path:
-    """Write the checkpoint of content["step"]; once it is safely in place, delete those before it but for the newest
-    `keep_last` (this one counts) and those of `kept_steps`.
+    """Write the checkpoint of content["step"], then delete older checkpoints. Returns the path of the new file.
 
-    The folder is made if missing, but not its parents. Raises OSError if the file can't be written and TrainingFailedError for
-    weights or moments that are not finite (the older checkpoints stay untouched), TypeError for content that is neither tensors
-    nor plain values."""
-    broken = first_not_finite({name: content.get(name) for name in ("model", "optimizer")}, "checkpoint")
+    keep_last: number of newest checkpoints to keep, this one included. kept_steps: steps whose checkpoints are never
+    deleted.
+
+    Creates the folder if it is missing, but not its parents. Raises OSError if the file cannot be written,
+    TrainingFailedError if weights or moments are not finite (older checkpoints stay untouched), and TypeError if the
+    content holds anything but tensors and plain values."""
+    step = content["step"]
+    broken = _first_not_finite(content)
     if broken:
         raise TrainingFailedError(
-            f"nothing was saved at step {content['step']}: {broken} is not finite, and a run can't continue from that. The "
+            f"the checkpoint of step {step} was not saved: {broken} is not finite, and a run cannot continue from it. The "
             f"checkpoints in {folder} are untouched: continue from them with a smaller optimizer.learning_rate, a longer "
             "warm-up, wmse.eps 1e-4, or precision fp32"
         )
-    folder.mkdir(exist_ok=True)  # without parents: a run folder that has gone is a disk that has gone
-    for rest in folder.glob(".step_*"):  # of a save that was killed
-        _delete(rest)
-    whole = {**content, "format": FORMAT, "model": plain_names(content["model"])}
-    whole = map_tensors(whole, lambda _, tensor: tensor.detach())
-    whole["sha256"] = content_digest(whole)
-    path = checkpoint_path(folder, content["step"])
+    # If even the run folder is missing, its disk is gone: do not create the parents on another disk.
+    folder.mkdir(exist_ok=True)
+    # Delete the temporary files of saves that were killed.
+    for temporary in folder.glob(".step_*"):
+        _delete(temporary)
+    complete = {**content, "format": FORMAT, "model": plain_names(content["model"])}
+    complete = map_tensors(complete, lambda _, tensor: tensor.detach())
+    complete["sha256"] = content_digest(complete)
+    path = checkpoint_path(folder, step)
     with atomic_write(path) as file:
-        _write(whole, file)
-    for old_step, old in [(s, p) for s, p in list_checkpoints(folder) if s <= content["step"]][:-keep_last]:
+        _write(complete, file)
+    # The new file is safely on the disk, so older ones may go. Files of later steps belong to an earlier start of the run.
+    up_to_now = [(old_step, old) for old_step, old in list_checkpoints(folder) if old_step <= step]
+    for old_step, old in up_to_now[:-keep_last]:
         if old_step not in kept_steps:
             _delete(old)
     return path
 
 
+def _first_not_finite(content: dict[str, Any]) -> str | None:
+    """Return the name of the first weight or moment that is not finite; None if all are finite."""
+    checked = {name: content.get(name) for name in ("model", "optimizer")}
+    return first_not_finite(checked, "checkpoint")
+
+
 def _delete(path: Path) -> None:
-    """Delete an old file; a failure only costs disk space, so it is only logged."""
+    """Delete an old file. A failure only wastes disk space: log it and continue."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        _log.warning("can't delete the old %s: %s", path, error.strerror)
+        _log.warning("cannot delete the old file %s: %s", path, error.strerror)
 
 
 def _write(content: dict[str, Any], file: BinaryIO) -> None:
-    """torch.save. Raises the OSError of the file's first write that failed."""
-    into = _NeverFails(file)
-    torch.save(content, into)  # type: ignore[arg-type] # it asks for write and flush only
-    if into.error is not None:
-        raise into.error
+    """Write a checkpoint with torch.save. Raises the OSError of the first write that failed."""
+    target = _ErrorKeeper(file)
+    torch.save(content, target)  # type: ignore[arg-type] # torch.save only calls write and flush
+    if target.error is not None:
+        raise target.error
 
 
-class _NeverFails:
-    """Keeps the first OSError of a file and drops what is written after it.
+class _ErrorKeeper:
+    """File wrapper that keeps the first OSError of a write and ignores all later writes.
 
-    torch's zip writer would turn an OSError (a full disk) into a RuntimeError about positions in the file. Writing to a buffer
-    in memory instead takes 1.7 times as long (229 MB)."""
+    torch's zip writer would turn an OSError (a full disk) into a RuntimeError about positions in the file. Writing to a
+    buffer in memory first takes 1.7 times as long (229 MB)."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -100,19 +120,21 @@ class _NeverFails:
         return len(data)
 
     def flush(self) -> None:
-        """`atomic_write` flushes, where a failure is seen."""
+        """Do nothing: `atomic_write` flushes the file and raises its errors."""
 
 
 def map_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor], path: tuple[Any, ...] = ()) -> Any:
-    """The same nested dicts, lists and tuples anew, every tensor replaced by change(path, tensor).
+    """Copy nested dicts, lists and tuples, with every tensor replaced by change(path, tensor).
 
-    Raises TypeError for what a safe load would refuse: anything but these, tensors, and plain values."""
+    path: keys and indices that lead to `value`. Raises TypeError for anything that a safe load would refuse: anything
+    but these containers, tensors and plain values."""
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, dict):
         return {key: map_tensors(item, change, (*path, key)) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map_tensors(item, change, (*path, number)) for number, item in enumerate(value))
+        items = [map_tensors(item, change, (*path, number)) for number, item in enumerate(value)]
+        return type(value)(items)
     if type(value) in (bool, int, float, str, type(None)):
         return value
     where = ".".join(map(str, path))
@@ -120,21 +142,27 @@ def map_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Tensor],
 
 
 def content_digest(content: dict[str, Any]) -> str:
-    """SHA-256 over all of a checkpoint but its own "sha256", as a hex string: of every tensor its place, dtype, shape and
-    bytes, of every value its place and repr. The order of a dict's keys does not count, nor tuple or list."""
+    """Return the SHA-256 of a checkpoint without its "sha256" entry, as a hex string.
+
+    Covers the path, dtype, shape and bytes of every tensor, and the path and repr of every value. The order of keys does
+    not change it, and a tuple counts as a list."""
     digest = hashlib.sha256()
-    _feed(digest, {key: value for key, value in content.items() if key != "sha256"}, ())
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    _feed(digest, rest, ())
     return digest.hexdigest()
 
 
 def _feed(digest: Any, value: Any, path: tuple[Any, ...]) -> None:
+    """Update the digest with a value and everything inside it."""
     if isinstance(value, Tensor):
+        # Read the elements in the order of memory, so that a channels_last tensor needs no copy.
         dense = value.detach()
         strides = dense.stride()
-        order = sorted(range(dense.dim()), key=lambda axis: -strides[axis])  # channels_last is not copied
-        data = dense.permute(order).contiguous().view(-1).view(torch.uint8).numpy()
+        order = sorted(range(dense.dim()), key=lambda axis: -strides[axis])
+        elements = dense.permute(order).contiguous().view(-1)
+        data = elements.view(torch.uint8).numpy()
         digest.update(f"{path!r} {dense.dtype} {tuple(dense.shape)} {order}\n".encode())
-        digest.update(data)  # without the GIL
+        digest.update(data)  # hashlib releases the GIL here
     elif isinstance(value, dict):
         digest.update(f"{path!r} dict of {len(value)}\n".encode())
         for key in sorted(value, key=repr):
@@ -148,54 +176,62 @@ def _feed(digest: Any, value: Any, path: tuple[Any, ...]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load one file to the CPU. Raises InputError if it is missing, damaged, of another format, not what was saved, or holds
+    """Load one checkpoint to the CPU.
+
+    Raises InputError if the file is missing or damaged, has another format or another content than was saved, or holds
     numbers that are not finite."""
     if not path.is_file():
-        raise InputError(f"no checkpoint {path}")
+        raise InputError(f"the checkpoint {path} does not exist")
     try:
         content, digest = _read(path)
     except InputError:
         raise
     except _UNREADABLE as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"can't read checkpoint {path}: {reason}") from error
-    if content.get("sha256") != digest:
+        message = str(error).strip()
+        reason = message.splitlines()[0] if message else type(error).__name__
+        raise InputError(f"cannot read checkpoint {path}: {reason}") from error
+    saved_digest = content.get("sha256")
+    if saved_digest != digest:
         raise InputError(
-            f"can't read checkpoint {path}: its content is not what was saved "
-            f"(sha256 {digest[:16]}..., saved {str(content.get('sha256'))[:16]}...)"
+            f"cannot read checkpoint {path}: its content is not what was saved "
+            f"(sha256 {digest[:16]}..., saved {str(saved_digest)[:16]}...)"
         )
-    broken = first_not_finite({name: content.get(name) for name in ("model", "optimizer")}, "checkpoint")
+    broken = _first_not_finite(content)
     if broken:
-        raise InputError(f"can't use checkpoint {path}: {broken} holds numbers that are not finite")
-    named = plain_names(content["model"])
-    # older checkpoints hold BatchNorm's number of batches, which nothing reads
-    content["model"] = {name: value for name, value in named.items() if not name.endswith(".num_batches_tracked")}
+        raise InputError(f"cannot use checkpoint {path}: {broken} holds numbers that are not finite")
+    model = plain_names(content["model"])
+    # Older checkpoints hold BatchNorm's number of batches, which nothing reads.
+    content["model"] = {name: value for name, value in model.items() if not name.endswith(".num_batches_tracked")}
     return content
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the content and its digest."""
+    """Read a file and check its structure. Returns the content and its digest."""
+    # torch would take any other file for its format of before 2020, and fail in many ways.
     with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):  # torch would take it for its format of before 2020 and fail in many ways
-            raise InputError(f"can't read checkpoint {path}: it is cut off, damaged or not one")
+        if not zipfile.is_zipfile(file):
+            raise InputError(f"cannot read checkpoint {path}: it is truncated, damaged or not a checkpoint")
     content = torch.load(path, map_location="cpu", weights_only=True)
     found = content.get("format") if isinstance(content, dict) else None
     model = content.get("model") if isinstance(content, dict) else None
     if found not in _READABLE or not isinstance(model, dict):
-        raise InputError(f"{path} is no checkpoint of this program (format {FORMAT} expected, found {found})")
-    odd = [name for name, value in model.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
-    if odd:
-        raise InputError(f"can't use checkpoint {path}: its model holds {odd[0]!r}, which is not a tensor with a name")
-    step, named = content.get("step"), step_of(path)
-    if type(step) is not int or step < 0 or named not in (None, step):
-        raise InputError(f"can't use checkpoint {path}: it says that it holds step {step!r}")
+        raise InputError(f"{path} is not a checkpoint of this program (format {FORMAT} expected, found {found})")
+    for name, value in model.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise InputError(
+                f"cannot use checkpoint {path}: its model holds {name!r}, which is not a tensor with a name"
+            )
+    step = content.get("step")
+    step_in_name = step_of(path)
+    if type(step) is not int or step < 0 or step_in_name not in (None, step):
+        raise InputError(f"cannot use checkpoint {path}: its content is of step {step!r}")
     return content, content_digest(content)
 
 
 def load_newest(folder: Path, check: Callable[[dict[str, Any]], None] = lambda content: None) -> dict[str, Any] | None:
-    """Load the newest usable checkpoint; log each newer one that is skipped, and why. None if there are no checkpoints.
+    """Load the newest usable checkpoint; None if the folder has no checkpoints. Logs each newer one that it skips.
 
-    check: raises InputError if the content can't be used. Raises InputError if there are files but none is usable: a fresh
+    check: raises InputError if the content cannot be used. Raises InputError if there are files but none is usable: a fresh
     start would overwrite work that may still be recovered."""
     found = list_checkpoints(folder)
     reasons = []
@@ -210,56 +246,65 @@ def load_newest(folder: Path, check: Callable[[dict[str, Any]], None] = lambda c
     if found:
         raise InputError(
             f"none of the {len(found)} checkpoints in {folder} can be used. The newest: {reasons[0]}\n"
-            "Move them away to start afresh, or take another --run_dir"
+            "Move them away to start from scratch, or use another --run_dir"
         )
     return None
 
 
 def choose_checkpoint(run_dir: Path, which: str) -> Path:
-    """Return the file that `which` names: "last", a step, or a path. Raises InputError if there is none."""
-    found = list_checkpoints(run_dir / "checkpoints")
+    """Return the path of a checkpoint. which: "last", a step, or a path.
+
+    Raises InputError if the run has no such checkpoint; a path is returned unchecked."""
+    folder = run_dir / "checkpoints"
+    found = list_checkpoints(folder)
     if which == "last":
         if not found:
-            raise InputError(f"no checkpoint in {run_dir / 'checkpoints'}: has the run saved one yet?")
+            raise InputError(f"{folder} holds no checkpoint: wait until the run has saved one")
         return found[-1][1]
     if which.isdigit():
-        path = checkpoint_path(run_dir / "checkpoints", int(which))
+        path = checkpoint_path(folder, int(which))
         if not path.exists():
-            raise InputError(
-                f"no checkpoint of step {which} in {run_dir}; there are: {', '.join(str(s) for s, _ in found)}"
-            )
+            steps = ", ".join(str(step) for step, _ in found)
+            raise InputError(f"{run_dir} has no checkpoint of step {which}; it has steps: {steps}")
         return path
     return Path(which)
 
 
 def plain_names(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict without the prefixes of DDP and torch.compile."""
+    """Return a state dict without the prefixes of DDP and torch.compile."""
     return {_strip(name): value for name, value in state.items()}
 
 
 def _strip(name: str) -> str:
-    while name.startswith(_PREFIXES):  # in either order
+    # The two wrappers may be nested in either order.
+    while name.startswith(_PREFIXES):
         name = name.partition(".")[2]
     return name.replace("._orig_mod.", ".")
 
 
 def load_encoder(model: nn.Module, path: Path) -> None:
-    """Put the encoder of another run's checkpoint into `model` (plain, not wrapped); the projector stays as it is."""
-    put_encoder(model, load_checkpoint(path)["model"], path)
+    """Load the encoder of another run's checkpoint into `model` (not wrapped by DDP). The projector does not change."""
+    content = load_checkpoint(path)
+    put_encoder(model, content["model"], path)
 
 
 def put_encoder(model: nn.Module, state: dict[str, Any], path: Path) -> None:
-    """Put the encoder of a loaded checkpoint's model state into `model`. path: for messages.
+    """Load the encoder of a checkpoint's model state into `model`. path: the checkpoint, for error messages.
 
-    Raises InputError naming the tensors where the encoders differ."""
-    wanted = {name: value for name, value in model.state_dict().items() if name.startswith("encoder.")}
-    given = {name: value for name, value in state.items() if name.startswith("encoder.")}
-    wrong = [
-        n for n in sorted(wanted | given) if n not in wanted or n not in given or wanted[n].shape != given[n].shape
-    ]
-    if wrong:
+    Raises InputError naming the tensors in which the encoders differ."""
+    expected = _encoder_tensors(model.state_dict())
+    found = _encoder_tensors(state)
+    # The same names must exist on both sides, with the same shapes.
+    shapes = {name: tensor.shape for name, tensor in expected.items()}
+    found_shapes = {name: tensor.shape for name, tensor in found.items()}
+    different = [name for name in sorted(shapes | found_shapes) if shapes.get(name) != found_shapes.get(name)]
+    if different:
         raise InputError(
-            f"the encoder in {path} is not that of this config: {len(wrong)} tensors differ, first {', '.join(wrong[:3])}; "
-            "model.backbone and model.stem must be the same"
+            f"the encoder in {path} does not fit this config: {len(different)} tensors differ, the first are "
+            f"{', '.join(different[:3])}; use the same model.backbone and model.stem"
         )
-    model.load_state_dict(given, strict=False)
+    model.load_state_dict(found, strict=False)
+
+
+def _encoder_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("encoder.")}

@@ -1,7 +1,8 @@
-"""Check whether the content of a checkpoint can be used; its digest only shows that it is what was saved."""
+"""Checks of the content of a checkpoint. The digest only shows that the content is what was saved, not that it fits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,49 +14,71 @@ from trainer.optimizer import build_optimizer
 
 
 def first_difference(found: Any, wanted: Any, where: str) -> str | None:
-    """Describe the first difference in structure between `found` and `wanted`; None if there is none.
+    """Describe the first difference in structure between `found` and `wanted`; None if they are alike.
 
-    wanted: nested dicts of tensors, whose dtype and shape count, and of types, which the values must have. Keys of `found` that
-    are not in `wanted` count as well."""
+    wanted: nested dicts. A tensor in them requires a tensor of its shape and dtype, a type requires a value of that
+    type. A key of `found` that `wanted` lacks is a difference as well. where: name of `found` in the description."""
     if isinstance(wanted, dict):
-        if not isinstance(found, dict):
-            return f"{where} is a {type(found).__name__}, not a dict"
-        for key in [*wanted, *(key for key in found if key not in wanted)]:
-            if key not in found or key not in wanted:
-                return f"{where} has no {key}" if key in wanted else f"{where} has {key!r}, which is unknown here"
-            if difference := first_difference(found[key], wanted[key], f"{where}.{key}"):
-                return difference
-        return None
+        return _first_difference_of_dicts(found, wanted, where)
     kind = Tensor if isinstance(wanted, Tensor) else wanted
     if type(found) is not kind:
         return f"{where} is a {type(found).__name__}, not a {kind.__name__}"
-    if isinstance(wanted, Tensor) and (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+    if isinstance(wanted, Tensor) and (found.shape != wanted.shape or found.dtype != wanted.dtype):
         return f"{where} is {_describe(found)}, not {_describe(wanted)}"
     return None
 
 
+def _first_difference_of_dicts(found: Any, wanted: dict[Any, Any], where: str) -> str | None:
+    if not isinstance(found, dict):
+        return f"{where} is a {type(found).__name__}, not a dict"
+    for key, item in wanted.items():
+        if key not in found:
+            return f"{where} has no {key}"
+        difference = first_difference(found[key], item, f"{where}.{key}")
+        if difference:
+            return difference
+    for key in found:
+        if key not in wanted:
+            return f"{where} has the unknown key {key!r}"
+    return None
+
+
 def _describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{tuple(tensor.shape)} of {dtype}"
 
 
 def first_not_finite(value: Any, where: str) -> str | None:
     """Return the name of the first tensor in nested dicts and lists that holds NaN or infinity; None if all are finite."""
     if isinstance(value, Tensor):
         return None if bool(value.isfinite().all()) else where
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    return next((name for key, item in items if (name := first_not_finite(item, f"{where}.{key}"))), None)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, item in items:
+        name = first_not_finite(item, f"{where}.{key}")
+        if name:
+            return name
+    return None
 
 
 def wanted_moments(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> dict[int, dict[str, Any]]:
-    """Return what the state of an optimizer of this config must hold after an update: tensors on the meta device, by
-    parameter."""
-    trial = nn.utils.skip_init(nn.Linear, 1, 1, bias=False)  # draws no random numbers
-    example = build_optimizer(trial, replace(config, backend="auto"), torch.device("cpu"))
-    trial.weight.grad = torch.zeros_like(trial.weight)
+    """Return the state that this optimizer must have after an update, as meta tensors: parameter number -> name -> tensor."""
+    # One update of a tiny model shows which tensors this kind of optimizer keeps. skip_init draws no random numbers.
+    tiny = nn.utils.skip_init(nn.Linear, 1, 1, bias=False)
+    example = build_optimizer(tiny, replace(config, backend="auto"), torch.device("cpu"))
+    tiny.weight.grad = torch.zeros_like(tiny.weight)
     example.step()
-    parts = example.state[trial.weight]
+    example_state = example.state[tiny.weight]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        number: {name: part if part.dim() == 0 else torch.empty_like(p, device="meta") for name, part in parts.items()}
-        for number, p in enumerate(parameters)
-    }
+
+    # A moment has the shape of its parameter. Scalars, such as AdamW's step count, have the same shape for all parameters.
+    moments: dict[int, dict[str, Any]] = {}
+    for number, parameter in enumerate(parameters):
+        moments[number] = {
+            name: moment if moment.dim() == 0 else torch.empty_like(parameter, device="meta")
+            for name, moment in example_state.items()
+        }
+    return moments

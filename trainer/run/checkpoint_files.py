@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are stored. Needs no torch, so that a run can be inspected quickly."""
+"""File names of a run's checkpoints. Imports no torch, so that commands that only inspect a run start quickly."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint; None for another name."""
+    """Return the step in the file name of a checkpoint; None if the file has another name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """List all checkpoints as (step, file), in the order of their steps."""
-    found = ((step_of(path), path) for path in (folder.iterdir() if folder.is_dir() else ()))
-    return sorted((step, path) for step, path in found if step is not None and not path.is_dir())
+    """List all checkpoints in a folder as (step, path), in the order of their steps. A missing folder holds none."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        step = step_of(path)
+        if step is not None and not path.is_dir():
+            found.append((step, path))
+    return sorted(found)
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint, 0 if there is none."""
+    """Return the step of a run's newest checkpoint; 0 if it has none."""
     found = list_checkpoints(run_dir / "checkpoints")
     return found[-1][0] if found else 0

@@ -1,4 +1,4 @@
-"""Which code this is."""
+"""Commit of the running code."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from pathlib import Path
 
 
 def git_commit() -> str | None:
-    """What WMSE_COMMIT in the environment says, which whoever copies the program sets; else the commit of its checkout, with
-    -changed behind it if tracked files differ from it; else None."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*"]
-    return os.environ.get("WMSE_COMMIT") or first_line([*command, "--dirty=-changed"])
+    """Return the commit of the running code; None if it is unknown.
+
+    A copy of the code has no git history, so whoever makes the copy sets WMSE_COMMIT. In a checkout, "-changed" follows the
+    commit if tracked files differ from it."""
+    commit = os.environ.get("WMSE_COMMIT")
+    if commit:
+        return commit
+    folder = str(Path(__file__).parent)
+    options = ["--always", "--abbrev=12", "--exclude=*", "--dirty=-changed"]
+    return first_line(["git", "-C", folder, "describe", *options])
 
 
 def first_line(command: list[str]) -> str | None:
-    """What a program says first; None where it is not installed or fails."""
+    """Run a program and return the first line of its output; None if it is not installed or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return done.stdout.partition("\n")[0].strip()

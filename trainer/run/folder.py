@@ -1,4 +1,4 @@
-"""The folder of a run: config.yaml, checkpoints/, metrics.jsonl, tensorboard/, eval/, quarantine.jsonl, state.json, log.txt."""
+"""Run folder: config.yaml, checkpoints/, metrics.jsonl, tensorboard/, eval/, quarantine.jsonl, state.json, log.txt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import BinaryIO
 from trainer.errors import InputError
 
 _log = logging.getLogger(__name__)
-_LOG_BYTES = 32 << 20  # of log.txt, before it becomes log.txt.1
+_LOG_BYTES = 32 << 20  # size at which log.txt is renamed to log.txt.1
 _FILES = (".lock", "log.txt", "log.txt.1", "metrics.jsonl", "config.yaml", "state.json", "quarantine.jsonl", "images.index",
           "launch.json", "stop")  # fmt: skip
 _FOLDERS = ("checkpoints", "tensorboard", "eval")
@@ -27,75 +27,80 @@ _FORMAT = "%(asctime)s %(levelname).1s {rank}%(message)s"
 
 
 def check_run_dir_is_set(run_dir: str) -> None:
-    """Raises InputError if the setting is empty."""
+    """Raise InputError if the setting run_dir is empty."""
     if not run_dir:
-        raise InputError("run_dir is not set: give --run_dir DIR, where checkpoints and logs of this run go")
+        raise InputError("run_dir is not set: give --run_dir DIR, the folder for checkpoints and logs of this run")
 
 
 def open_run_folder(run_dir: str) -> Path:
-    """Return the run folder, made if missing. Raises InputError if it can't be made, or if something else has the name of what
-    a run writes there."""
+    """Return the run folder and create it if it is missing.
+
+    Raises InputError if it cannot be created, or if an entry in it has the name of a run's file but another type."""
     check_run_dir_is_set(run_dir)
     path = Path(run_dir)
     _check_names(path)
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: the name holds a null byte
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"can't make the run folder {str(path)!r}: {reason}") from error
+        raise InputError(f"cannot create the run folder {str(path)!r}: {reason}") from error
     return path
 
 
 def _check_names(run_dir: Path) -> None:
-    """Raise InputError for links, through which other people's files could be overwritten, and for entries that could block for
-    ever, such as named pipes."""
+    """Raise InputError if an entry is not of the type that a run writes.
+
+    Writing through a link could overwrite other people's files, and opening a named pipe could block for ever."""
     problems = []
     for name in (*_FILES, *_FOLDERS):
         path = run_dir / name
-        wanted, word = (stat.S_IFREG, "a file") if name in _FILES else (stat.S_IFDIR, "a folder")
-        if not os.path.lexists(path) or (
-            name in _FOLDERS and path.is_dir()
-        ):  # a link to a folder is allowed: it may be on another disk
+        is_folder = name in _FOLDERS
+        # A link to a folder is allowed, so that checkpoints can be on another disk.
+        if not os.path.lexists(path) or (is_folder and path.is_dir()):
             continue
-        if (kind := stat.S_IFMT(path.lstat().st_mode)) != wanted:
-            problems.append(f"{name} is {_KINDS.get(kind, 'a device or socket')}, not {word}")
+        wanted = stat.S_IFDIR if is_folder else stat.S_IFREG
+        found = stat.S_IFMT(path.lstat().st_mode)
+        if found != wanted:
+            problems.append(f"{name} is {_KINDS.get(found, 'a device or socket')}, not {_KINDS[wanted]}")
     if problems:
         raise InputError(
-            f"can't use the run folder {run_dir}: {'; '.join(problems)}. Move that away, or take another --run_dir (which may "
-            "be a link itself)"
+            f"cannot use the run folder {run_dir}: {'; '.join(problems)}. Move these entries away, or use another --run_dir "
+            "(the run folder itself may be a link)"
         )
 
 
 @contextmanager
 def lock_run_folder(run_dir: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
-    """Keep other processes out of the folder while the block runs: two that train into it would tear each other's files.
+    """Lock the folder against other processes while the block runs: two runs in one folder would damage each other's files.
 
-    The system lets go of the lock when the process ends, however it does. Raises InputError naming who holds it, if it is
-    still held after `wait_seconds`."""
+    The operating system releases the lock when the process ends, however it ends. Raises InputError naming the holder if
+    another process still holds the lock after `wait_seconds`."""
     try:
         file = (run_dir / ".lock").open("a+b", buffering=0)
     except OSError as error:
-        raise InputError(f"can't write to the run folder {run_dir}: {error.strerror}") from error
+        raise InputError(f"cannot write to the run folder {run_dir}: {error.strerror}") from error
     with file:
         try:
             _lock(file, time.monotonic() + wait_seconds)
         except BlockingIOError as error:
             file.seek(0)
-            holder = file.read().decode(errors="replace").strip() or "which did not say its name"
+            holder = file.read().decode(errors="replace").strip() or "of unknown id"
             raise InputError(
-                f"{run_dir} is in use by another process ({holder}): wait for it to end, end it, or take another --run_dir"
+                f"{run_dir} is in use by another process ({holder}): wait until it ends, end it, or use another --run_dir"
             ) from error
-        except OSError as error:  # a file system without locks
-            _log.warning("can't lock %s (%s): see to it that no other process trains into it", run_dir, error.strerror)
-        with suppress(OSError):  # the disk is full: the lock holds without a name in it
+        except OSError as error:  # the file system has no locks
+            _log.warning("cannot lock %s (%s): make sure that no other process trains into it", run_dir, error.strerror)
+        # Write who holds the lock. On a full disk the lock holds without it.
+        with suppress(OSError):
             file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+            holder = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
+            file.write(holder.encode())
         yield
 
 
 def _lock(file: BinaryIO, end: float) -> None:
-    """Raises BlockingIOError if another process holds the lock until `end`."""
+    """Lock the file. Raises BlockingIOError if another process still holds the lock at `end` (time.monotonic)."""
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,13 +111,13 @@ def _lock(file: BinaryIO, end: float) -> None:
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to the current sys.stderr, which a progress bar replaces so that it stays below the lines."""
+    """Handler for the current sys.stderr, which a progress bar replaces in order to stay below the log lines."""
 
     stream = property(lambda self: sys.stderr, lambda self, _: None)
 
 
 class _LogFile(RotatingFileHandler):
-    """log.txt. While the disk is full, its lines go only to stderr, without a traceback for each."""
+    """Handler for log.txt. While the disk is full, lines reach only stderr, without a traceback for each."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the base class's name)
         if not isinstance(sys.exc_info()[1], OSError):
@@ -120,7 +125,9 @@ class _LogFile(RotatingFileHandler):
 
 
 def start_logging(run_dir: Path | None, rank: int) -> None:
-    """Plain lines on stderr and, on the first rank, appended to log.txt; other ranks report warnings only, by their number."""
+    """Log to stderr and, on rank 0, to log.txt in `run_dir` (None: no file).
+
+    Other ranks log warnings only, with their number."""
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -131,9 +138,9 @@ def start_logging(run_dir: Path | None, rank: int) -> None:
         handlers.append(
             _LogFile(log_file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
         )
+    prefix = f"rank {rank}: " if rank else ""
+    formatter = logging.Formatter(_FORMAT.format(rank=prefix), "%Y-%m-%d %H:%M:%S")
     for handler in handlers:
-        handler.setFormatter(
-            logging.Formatter(_FORMAT.format(rank=f"rank {rank}: " if rank else ""), "%Y-%m-%d %H:%M:%S")
-        )
+        handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)

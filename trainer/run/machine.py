@@ -1,4 +1,4 @@
-"""What a figure was measured with: commit, versions, device. Every benchmark result carries it."""
+"""Provenance of a measurement: commit, versions and device. Every benchmark result records it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from trainer.run.commit import first_line, git_commit
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's or the processor's model."""
+    """Return the model name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # not every architecture lists a model name
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of Python, torch and Triton, where it is installed; on a GPU also of CUDA (that torch was built with) and the driver."""
+    """Return the versions of Python, torch and Triton (if installed), on a GPU also of torch's CUDA and the driver."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-        found["driver"] = first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown"
+        driver = first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        found["driver"] = driver or "unknown"
     return found
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """For the head of a result."""
+    """Return device, number of cores, versions and commit, as a benchmark result records them."""
     return {
         "device": device_name(device),
         "cores": len(os.sched_getaffinity(0)),

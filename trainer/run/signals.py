@@ -1,7 +1,8 @@
-"""Signals ask a run to stop. The loop answers between two steps; a thread ends the process if the loop can't.
+"""Signals that ask a run to stop. The loop stops between two steps; if it hangs, a thread ends the process.
 
-Python runs a signal handler only when the main thread returns to its bytecode. A rank that hangs in a read, a compilation or a
-collective never does, so the handlers here are nearly empty, and a thread reads the signals from a pipe instead.
+Python runs a signal handler only when the main thread returns to its bytecode. A rank that hangs in a read, a
+compilation or a collective never returns. So the handlers here are nearly empty, and a thread reads the signals from a
+pipe instead.
 """
 
 from __future__ import annotations
@@ -23,24 +24,25 @@ STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, s
 _CLOSE = 0  # byte that ends the thread; no signal has this number
 _ASIDE_SECONDS = 3.0
 
-# what a rank asks for; the largest over all ranks holds
-GO_ON = 0
-PREEMPT = 1
-STOP = 2
+# Requests of a rank. The largest request of all ranks applies to all.
+GO_ON = 0  # continue
+PREEMPT = 1  # save, and be started again
+STOP = 2  # save, and stay stopped
 
 
 def aside(work: Callable[[], None]) -> None:
-    """Do `work` in a thread and wait for some seconds: the file system it writes to may be what hangs, also behind a log line
-    of another thread."""
+    """Run `work` in a thread and wait for it for at most some seconds.
+
+    Use it before the process ends: a write, or even a log line, may hang on a file system."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(_ASIDE_SECONDS)
 
 
 class StopRequest:
-    """What this rank was asked: to go on, to save and be started again (a signal), or to save and stay stopped (`wmse stop`).
+    """Request to this rank: GO_ON, PREEMPT (a signal came) or STOP (`wmse stop` was called).
 
-    Until `allow` is called there is nothing to save, and a signal ends the process at once with exit code 75."""
+    Before `allow` is called, the run has nothing to save and a signal ends the process at once with exit code 75."""
 
     def __init__(self) -> None:
         self.level = GO_ON
@@ -51,7 +53,7 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether the run should end."""
+        """Whether the run was asked to end."""
         return self.level > GO_ON
 
     def ask(self, level: int = PREEMPT) -> None:
@@ -59,17 +61,18 @@ class StopRequest:
         self.level = max(self.level, level)
 
     def allow(self, seconds: float) -> None:
-        """Say that from now on the loop looks at this request, and needs at most `seconds` to answer it."""
+        """Let the loop answer requests from now on. It gets `seconds` to save after a signal."""
         self._seconds = seconds
 
     def answered(self) -> None:
-        """Restart the clock: all ranks have agreed to stop, and what is left is the last save."""
+        """Restart the time limit: all ranks have agreed to stop, and only the last save remains."""
         self._since = time.monotonic()
 
     def received(self, number: int) -> None:
-        """Take note of a signal, in the thread."""
+        """Handle a signal in the thread: log it, request the stop and start the time limit."""
         if number == signal.SIGINT:
-            if self._interrupted:  # the main thread hangs, else the system would have ended the process
+            # After the first INT the main thread restores the system's handler. A second INT only gets here if it hangs.
+            if self._interrupted:
                 os._exit(INTERRUPTED)
             self._interrupted = True
         if self._since:
@@ -80,19 +83,21 @@ class StopRequest:
         if self._seconds:
             aside(lambda: _log.warning("received %s: saving a checkpoint and stopping after the current step", name))
         else:
-            aside(lambda: _log.warning("received %s: there is nothing to save, stopping now", name))
+            aside(lambda: _log.warning("received %s: the run has nothing to save and stops now", name))
 
     def seconds_left(self) -> float | None:
-        """Time until the process is ended, None if no signal has come."""
-        return self._since + self._seconds - time.monotonic() if self._since else None
+        """Return the time until the process is ended; None if no signal has arrived."""
+        if not self._since:
+            return None
+        return self._since + self._seconds - time.monotonic()
 
     def end_process(self) -> None:
-        """End the process without Python's clean-up, which would wait for whatever hangs."""
+        """End the process without Python's clean-up, which would wait for the thread that hangs."""
         if self._seconds:
             aside(
                 lambda: _log.error(
-                    "no answer %.0f s after the signal (stop_timeout_seconds): the run hangs and ends without another "
-                    "checkpoint; the same command continues from the last one",
+                    "the run did not stop within %.0f s of the signal (stop_timeout_seconds): it hangs, and ends without "
+                    "another checkpoint; the same command continues from the last one",
                     self._seconds,
                 )
             )
@@ -102,7 +107,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn HUP, USR1, USR2, TERM and INT into a stop request while the block runs; a second INT ends the process at once."""
+    """Turn HUP, USR1, USR2, TERM and INT into a stop request while the block runs.
+
+    A second INT ends the process at once."""
     request = StopRequest()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -112,9 +119,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    # one that is ignored stays so: nohup ignores HUP, so that a run outlives its terminal
-    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in heard}
+    # An ignored signal stays ignored: nohup ignores HUP so that a run outlives its terminal.
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
+    # Python writes the number of each signal into the pipe at once, even if the main thread hangs.
     pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
     thread.start()
@@ -131,13 +139,14 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 
 def _watch(reader: int, request: StopRequest) -> None:
-    """Read signal numbers until the block ends; end the process when its time is up."""
+    """Read signal numbers from the pipe until the block ends. End the process when the time limit has passed."""
     while True:
         left = request.seconds_left()
         if left is not None and left <= 0:
             request.end_process()
         ready, _, _ = select.select([reader], [], [], left)
-        for number in os.read(reader, 64) if ready else b"":
+        numbers = os.read(reader, 64) if ready else b""
+        for number in numbers:
             if number == _CLOSE:
                 return
             if number in STOP_SIGNALS:

@@ -1,11 +1,11 @@
-"""Detect that a run stands still: log what it waits for, and end the process after the limit of what it is doing.
+"""Watchdog thread: logs what a run waits for if it makes no progress, and ends the process after a time limit.
 
-A rank whose file system hangs holds all others up, and no exception ends it: only another thread can. The same holds for a
-step that hangs in one of NCCL's collectives. Other steps have no limit: one may be long (a recipe's on a laptop), and gloo's
-collectives raise errors by themselves.
+A rank whose file system hangs blocks all other ranks. No exception ends it; only another thread can. The same holds for
+a step that hangs in an NCCL collective. Other steps have no limit: a step may take long (a recipe on a laptop), and
+gloo's collectives raise errors by themselves.
 
-Time in which this process could not run does not count, for example while a job is suspended (SIGSTOP): the thread wakes often,
-and the time between two of its checks counts as no more than twice its sleep.
+Time in which this process could not run does not count, for example while a job is suspended (SIGSTOP). The thread wakes up
+often, and counts the time between two of its checks as twice its sleep at most.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainer.run.signals import aside
 
 _log = logging.getLogger(__name__)
 _MAX_SLEEP_SECONDS = 1.0
-_News = tuple[float, str, float | None]  # since when (seconds awake), what, limit
+_Activity = tuple[float, str, float | None]  # start (seconds awake), description, limit in seconds
 
 
 class Watchdog:
-    """Watches while its block runs; the loop tells it whenever something else begins."""
+    """Watchdog that runs while its block does. The loop reports each new activity with `doing`."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Watchdog:
     ) -> None:
         """Warn after `warn_seconds` without progress, and again each time that this time has doubled.
 
-        details: says more about the wait, or returns an empty text. before_exit: called one after the other before the process
-        ends, with what the run waits for. on_stall: called with the same text whenever it is logged, and with "" when the run
-        makes progress again.
+        details: returns details of the wait, or an empty text. before_exit: functions that are called one after the
+        other before the process ends, with a text that says what the run waits for. on_stall: called with the same text
+        whenever it is logged, and with "" when the run makes progress again.
         """
         self._warn_seconds = warn_seconds
         self._details = details
@@ -49,13 +49,16 @@ class Watchdog:
         self._on_stall = on_stall
         self._sleep_seconds = min(warn_seconds / 4, _MAX_SLEEP_SECONDS)
         self._awake = 0.0  # seconds in which the process could run, counted by the thread
-        self._news: _News = (self._awake, "starts", None)  # replaced whole: the two threads need no lock
+        self._activity: _Activity = (self._awake, "starts", None)  # replaced as a whole, so no lock is needed
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def doing(self, what: str, *, limit: float | None = None) -> None:
-        """Something new begins. limit: seconds after which it is taken for hung and the process is ended; None: never."""
-        self._news = (self._awake, what, limit)
+        """Report that a new activity begins.
+
+        what: the activity, as it follows the words "the run" in a log line. limit: seconds after which the activity
+        counts as hung and the process is ended; None: never."""
+        self._activity = (self._awake, what, limit)
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -66,23 +69,28 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        warned = (self._news, 0.0)
+        watched = self._activity
+        warned_seconds = 0.0  # length of the watched activity at its last warning; 0: no warning yet
         checked = time.monotonic()
         while not self._ended.wait(self._sleep_seconds):
-            checked, before = time.monotonic(), checked
-            self._awake += min(checked - before, 2 * self._sleep_seconds)
-            news = self._news
-            since, what, limit = news
-            seconds = self._awake - since
-            if news is not warned[0]:
-                if warned[1]:
+            # Count the time since the last check, but no time in which the process was suspended.
+            now = time.monotonic()
+            self._awake += min(now - checked, 2 * self._sleep_seconds)
+            checked = now
+
+            activity = self._activity
+            if activity is not watched:
+                if warned_seconds:
                     self._on_stall("")
-                warned = (news, 0.0)
+                watched = activity
+                warned_seconds = 0.0
+            since, what, limit = activity
+            seconds = self._awake - since
             if limit is not None and seconds >= limit:
                 self._end(seconds, what)
-            elif seconds >= max(self._warn_seconds, 2 * warned[1]):
-                warned = (news, seconds)
-                stall = f"no news for {seconds:.0f} s: the run {what}{self._more()}"
+            elif seconds >= max(self._warn_seconds, 2 * warned_seconds):
+                warned_seconds = seconds
+                stall = f"no progress for {seconds:.0f} s: the run {what}{self._more()}"
                 _log.warning("%s", stall)
                 self._on_stall(stall)
 
@@ -91,11 +99,12 @@ class Watchdog:
         return f" ({details})" if details else ""
 
     def _end(self, seconds: float, what: str) -> None:
+        """Log the hang with the stack of every thread, and end the process."""
         more = self._more()
         aside(
             lambda: _log.error(
-                "no news for %.0f s (the limit follows from timeout_minutes): the run %s%s. It ends here; what each thread "
-                "does follows. The same command continues from the last checkpoint",
+                "no progress for %.0f s (the limit follows from timeout_minutes): the run %s%s. The process ends; the stack of "
+                "each thread follows. The same command continues from the last checkpoint",
                 seconds,
                 what,
                 more,
@@ -103,5 +112,5 @@ class Watchdog:
         )
         faulthandler.dump_traceback(2, all_threads=True)
         for last in self._before_exit:
-            aside(partial(last, f"no news for {seconds:.0f} s: the run {what}{more}"))
-        os._exit(FAILED)  # the threads that hang can't be ended, and Python would wait for them
+            aside(partial(last, f"no progress for {seconds:.0f} s: the run {what}{more}"))
+        os._exit(FAILED)  # Python's normal exit would wait for the threads that hang
