@@ -74,7 +74,7 @@ def test_pixels_are_the_centre_crops_in_the_order_of_the_index(place, tiny_set):
     files = sorted((tiny_set / "val").glob("*/*"), key=lambda f: (f.parent.name, f.name))
     assert got.x.shape == (len(files), 3 * 32 * 32)
     assert got.labels.tolist() == [["cats", "dogs"].index(f.parent.name) for f in files]
-    assert (got.class_names, got.left_out) == (["cats", "dogs"], 0)
+    assert (got.class_names, got.skipped) == (["cats", "dogs"], 0)
     for x, file in zip(got.x, files, strict=True):
         small = F.center_crop(F.resize(Image.open(file), 32, F.InterpolationMode.BILINEAR), 32)
         assert (255 * x.view(3, 32, 32) - F.pil_to_tensor(small)).abs().mean() < 1
@@ -120,7 +120,7 @@ def test_untrained_encoder_estimates_its_statistics_first(model, place):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_images_that_cannot_be_read_are_left_out_not_replaced(tiny_set, tmp_path):
+def test_images_that_cannot_be_read_are_skipped_and_not_replaced(tiny_set, tmp_path):
     root = tmp_path / "set"
     shutil.copytree(tiny_set, root)
     place = Place(config_of(tmp_path, root), Ranks(), CPU)
@@ -130,7 +130,7 @@ def test_images_that_cannot_be_read_are_left_out_not_replaced(tiny_set, tmp_path
         (root / "val" / name).write_bytes(b"no picture")
     rest = extract(raw_pixels, open_split("val", place), place)
     kept = [i for i in range(16) if i not in (3, 15)]
-    assert rest.left_out == 2
+    assert rest.skipped == 2
     assert torch.equal(rest.x, whole.x[kept])
     assert torch.equal(rest.labels, whole.labels[kept])
 
@@ -153,7 +153,7 @@ def test_images_without_a_label_do_not_count(place, monkeypatch):
     kept = [i for i in range(16) if i % 3]
     assert torch.equal(rest.x, whole.x[kept])
     assert rest.labels.tolist() == whole.labels[kept].tolist()
-    assert rest.left_out == 0
+    assert rest.skipped == 0
     relabelled(monkeypatch, lambda labels: labels * 0 - 1)
     with pytest.raises(InputError, match=r"'val' in .* has no labelled images, which the linear probe and k-NN need"):
         extract(raw_pixels, open_split("val", place), place)
@@ -165,7 +165,7 @@ def rank_features(folder: Path, root: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
     place = Place(config_of(folder / str(ranks.rank), root), ranks, CPU)
     got = extract(raw_pixels, open_split("val", place), place)
-    torch.save((got.x, got.labels, got.left_out), f"{folder}/{ranks.rank}.pt")
+    torch.save((got.x, got.labels, got.skipped), f"{folder}/{ranks.rank}.pt")
     dist.destroy_process_group()
 
 
@@ -182,10 +182,10 @@ def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
     for process in start_ranks(rank_features, [tmp_path, root], tmp_path, ranks=2):
         assert process.wait() == 0, process.output()
     for rank in range(2):
-        x, labels, left_out = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        x, labels, skipped = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert torch.equal(x, one.x)
         assert torch.equal(labels, one.labels)
-        assert left_out == one.left_out == 1
+        assert skipped == one.skipped == 1
 
 
 def test_more_ranks_than_images_are_refused(place, monkeypatch):
@@ -215,7 +215,7 @@ def test_results_are_complete_and_on_disk(run_dir, tiny_set, capsys):
         "test_fingerprint": open_index(tiny_set, "val").fingerprint,
         "train_images": 48,
         "test_images": 16,
-        "left_out": 0,
+        "skipped": 0,
         "classes": 2,
         "classes_without_test_images": [],
         "precision": "float32",

@@ -130,7 +130,7 @@ class Evaluator:
             "features": train.x.shape[1],
             "train_images": len(train.x),
             "test_images": len(test.x),
-            "left_out": train.left_out + test.left_out,
+            "skipped": train.skipped + test.skipped,
             "unusable_files": unusable_files(train_split) + unusable_files(test_split),
             "classes": len(learnt),
             "classes_without_test_images": [names[number] for number in learnt if number not in tested],

@@ -39,7 +39,7 @@ class Features:
     x: Tensor  # (n, F) float32, CPU
     labels: Tensor  # (n,) int64
     class_names: list[str]  # by label
-    left_out: int  # images that could not be read
+    skipped: int  # images that could not be read
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
 
     # Join the features of all ranks, and check them.
     x, ids = _gather(torch.cat(parts), np.concatenate(used), place)
-    left_out = len(labelled) - len(ids)
-    if left_out:
+    skipped = len(labelled) - len(ids)
+    if skipped:
         _log.warning(
-            "skipped %d of %d images of split %s, because they could not be read", left_out, len(labelled), split.name
+            "skipped %d of %d images of split %s, because they could not be read", skipped, len(labelled), split.name
         )
     _check_finite(x, ids, split)
     labels = torch.from_numpy(split.labels[ids])
-    return Features(x, labels, split.class_names, left_out)
+    return Features(x, labels, split.class_names, skipped)
 
 
 def _batch_size(batch: tuple[Tensor, np.ndarray, np.ndarray]) -> int:
