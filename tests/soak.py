@@ -279,9 +279,9 @@ SCENARIOS: list[tuple[Callable[[Soak, Row], None], Row]] = [
     ),
     (
         full_disk,
-        Row("disk full, or over quota", "ENOSPC or EDQUOT in two saves in a row", "said, goes on, bit for bit"),
+        Row("disk full, or over quota", "ENOSPC or EDQUOT in two saves in a row", "logged, continues, bit for bit"),
     ),
-    (torn_checkpoint, Row("damaged checkpoint", "cut, or one bit turned", "passed over by name, bit for bit")),
+    (torn_checkpoint, Row("damaged checkpoint", "cut, or one bit turned", "named and skipped, bit for bit")),
     (
         failing_files,
         Row("files vanish, are refused or cut", "3 of 48 images; SIGKILL", "named once, replaced alike, bit for bit"),

@@ -418,7 +418,7 @@ def test_an_update_that_leaves_infinite_weights_ends_the_run_and_is_not_saved(
         (["--init_from", "{tmp}/none.pt"], "none.pt does not exist"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--wmse.backend", "tritn"], "tritn"),
-        (["--config", "{tmp}/none.yaml"], "no config file"),
+        (["--config", "{tmp}/none.yaml"], "none.yaml does not exist"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_2(

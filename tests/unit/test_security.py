@@ -161,7 +161,7 @@ def test_lines_that_would_run_something_are_text(mark: Path, tmp_path: Path) -> 
 def test_a_config_that_would_run_something_is_refused(text: str, mark: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text.format(mark=mark))
-    with pytest.raises(InputError, match="cannot read config"):
+    with pytest.raises(InputError, match=r"cannot read .*yaml"):
         load_config(path, [])
     assert not mark.exists()
     assert "antigravity" not in sys.modules

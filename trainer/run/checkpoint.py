@@ -58,7 +58,7 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_
         raise TrainingFailedError(
             f"the checkpoint of step {step} was not saved: {broken} is not finite, and a run cannot continue from it. The "
             f"checkpoints in {folder} are untouched: continue from them with a smaller optimizer.learning_rate, a longer "
-            "warm-up, wmse.eps 1e-4, or precision fp32"
+            "warm-up, or precision fp32"
         )
     # If even the run folder is missing, its disk is gone: do not create the parents on another disk.
     folder.mkdir(exist_ok=True)
@@ -198,7 +198,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         )
     broken = _first_not_finite(content)
     if broken:
-        raise InputError(f"cannot use checkpoint {path}: {broken} holds numbers that are not finite")
+        raise InputError(
+            f"cannot use checkpoint {path}: {broken} holds numbers that are not finite; use the checkpoint of an earlier step "
+            "(`wmse evaluate`: --checkpoint STEP)"
+        )
     model = plain_names(content["model"])
     # Older checkpoints hold BatchNorm's number of batches, which nothing reads.
     content["model"] = {name: value for name, value in model.items() if not name.endswith(".num_batches_tracked")}
