@@ -106,6 +106,7 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
     # Check the options of all jobs before anything is written or submitted.
     parameters = _parameters(configs, nodes, request, code)
     _evaluator_parameters(folder, "JOB", request, code)
+    # Remember what a failed launch has to restore, and which runs an earlier evaluator still follows.
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
     followers = {config.run_dir: _active_evaluator(Path(config.run_dir)) for config in configs}
     try:
@@ -165,6 +166,7 @@ def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) 
 def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Path) -> dict[str, Any]:
     """Return the parameters of the evaluator's job: one task, which may start once the run's job has started."""
     # Drop the options that request whole nodes: this job needs one GPU.
+    # Memory and nodes were chosen for the training, and may make the small job wait for a whole node.
     small = replace(
         request.site,
         gpus_per_node=min(1, request.site.gpus_per_node),
