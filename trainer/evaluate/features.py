@@ -187,6 +187,7 @@ def _batches(index: Index, ids: np.ndarray, place: Place) -> Iterator[tuple[Tens
     """Yield (pixels, ids asked for, ids shown) of each batch."""
     size = place.config.evaluate.images_per_batch
     recipe = eval_recipe(place.config.views)
+    # The last batch may ask for fewer images than its size.
     steps = math.ceil(len(ids) / size)
     loader = ViewLoader(
         index,
@@ -207,6 +208,7 @@ def _gather(x: Tensor, ids: np.ndarray, place: Place) -> tuple[Tensor, np.ndarra
     """Return the features (n, F) and ids (n,) of all ranks, in the order of the ids. Ranks may hold different counts."""
     if place.ranks.world_size == 1:
         return x, ids
+    # Each rank fills in its count; the sum over ranks joins them.
     counts = torch.zeros(place.ranks.world_size, dtype=torch.int64, device=place.device)
     counts[place.ranks.rank] = len(ids)
     dist.all_reduce(counts)

@@ -115,6 +115,7 @@ class Results:
     def path(self, measure: str, source: Source) -> Path:
         """Return the file for the result of a measurement."""
         conditions = _conditions(self._config, measure, source.name)
+        # A plain name belongs to the run's checkpoint, measured with the run's settings.
         # The digest covers whatever differs from the run's settings and checkpoints.
         differences: list[Any] = []
         if conditions != _conditions(self._config_of_run, measure, source.name):
