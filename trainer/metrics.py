@@ -90,6 +90,7 @@ class DelayedMetrics:
 
         A record holds `known`, the flags and the metrics, all by name."""
         due = []
+        # Records wait in the order of their steps. After `delay` steps a copy is complete, so this does not wait.
         while self._waiting and self._waiting[0][0]["step"] <= step - self._delay:
             known, names, host, event = self._waiting.popleft()
             if event is not None:
@@ -155,6 +156,7 @@ class MetricSums:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
+        # Each rank loads the mean over the ranks: on any number of ranks, sums and counts keep their ratio.
         self._sums.copy_(state["sums"])
         self._smallest.copy_(state["smallest"])
 
@@ -173,6 +175,7 @@ def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
     products = x.T @ x
     if ranks.world_size > 1:
         dist.all_reduce(products)
+    # A common factor of the covariance cancels in the effective rank, so it is not divided by the count.
     sums = products[:-1, -1]
     count = products[-1, -1]
     covariance = products[:-1, :-1] - sums.outer(sums) / count
@@ -261,6 +264,7 @@ class MetricsWriter:
         for warning in warnings:
             _log.warning("step %d: %s", record["step"], warning)
         values = {name: _finite(record[name]) for name in self._metrics}
+        # A sum over ranks divided by their number; rounding removes the error of the division.
         values["skipped_steps"] = round(record["skipped_steps"])
         self._append(json.dumps(values) + "\n")
         if self._board:
