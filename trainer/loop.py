@@ -178,7 +178,8 @@ def train(
             # --- save, stop ---
             if stopping or save_now or saves.steps_due(step) or step == run.end_step:
                 # read what is left: a resumed run writes no line twice, and a fault that ends the run prevents the save
-                stopping = max(stopping, _read_records(late.ready(), faults, writer, state)[0])
+                last_stopping, _ = _read_records(late.ready(), faults, writer, state)
+                stopping = max(stopping, last_stopping)
                 if step == run.end_step and first_step == 0:
                     faults.check_progress()
                 if stopping:
@@ -226,8 +227,16 @@ def _read_records(
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
     """Return the memory and the number of skipped images for a logged line."""
     used, limit = memory_gib(run.device)
-    skipped_images = count_skipped_images(run.quarantine, len(loader.skipped.ids)) if run.ranks.is_first else 0
-    return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "skipped_images": skipped_images}
+    # Rank 0 writes the metrics, so only it reads the file that all ranks append to.
+    skipped_images = 0
+    if run.ranks.is_first:
+        own_count = len(loader.skipped.ids)
+        skipped_images = count_skipped_images(run.quarantine, own_count)
+    return {
+        "memory_gib": round(used, 3),
+        "memory_limit_gib": round(limit, 3),
+        "skipped_images": skipped_images,
+    }
 
 
 def _clock(run: Run, first_step: int) -> Clock:
@@ -239,8 +248,11 @@ def _clock(run: Run, first_step: int) -> Clock:
 
 def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
     def reading() -> str:
-        longest = [f"{name} for {seconds:.0f} s" for name, seconds in loader.waiting_for()[:3]]
-        return "reads " + ", ".join(longest) if longest else ""
+        slowest = loader.waiting_for()[:3]
+        if not slowest:
+            return ""
+        listed = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in slowest)
+        return f"reads {listed}"
 
     def tell_others(text: str) -> None:
         peers().tell(TrainingFailedError(text))
@@ -248,10 +260,14 @@ def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
     def note_if_rank_0_is_lost(text: str) -> None:
         note_lost_rank_0(run.run_dir, TrainingFailedError(text))
 
+    # Rank 0 writes the state itself. The others only write it if rank 0 no longer holds the run folder.
+    before_exit = [tell_others, state.hung]
+    if not run.ranks.is_first:
+        before_exit.append(note_if_rank_0_is_lost)
     return Watchdog(
         run.config.log.stall_seconds,
         reading,
-        [tell_others, state.hung, *([] if run.ranks.is_first else [note_if_rank_0_is_lost])],
+        before_exit,
         lambda stall: state.note(doing=stall or None),
     )
 
@@ -325,7 +341,8 @@ class _StepLimits:
         does."""
         size = batch.views.shape[-1]
         if size != self._size:
-            self._size, self._long_until = size, batch.step + _HOST_DELAY
+            self._size = size
+            self._long_until = batch.step + _HOST_DELAY
         may_compile = batch.step <= self._long_until
         return step_seconds(self._run.config, self._run.ranks, self._run.device, may_compile=may_compile)
 
@@ -339,7 +356,8 @@ class _SaveTimes:
         self.done()
 
     def done(self) -> None:
-        self._since, self._asked = time.monotonic(), False
+        self._since = time.monotonic()
+        self._asked = False
 
     def steps_due(self, step: int) -> bool:
         by_steps = self._config.every_steps > 0 and step % self._config.every_steps == 0
@@ -348,6 +366,7 @@ class _SaveTimes:
     def minutes_due(self) -> bool:
         # Ask for each save once: two steps pass before the ranks have agreed on it.
         minutes = self._config.every_minutes
-        due = minutes > 0 and not self._asked and time.monotonic() - self._since >= 60 * minutes
-        self._asked |= due
-        return due
+        if minutes == 0 or self._asked:
+            return False
+        self._asked = time.monotonic() - self._since >= 60 * minutes
+        return self._asked

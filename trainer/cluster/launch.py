@@ -125,7 +125,12 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
         run_dir = Path(config.run_dir)
         # Write the record now, and again with the evaluator's job. If the evaluator cannot be submitted, the record has
         # the run's.
-        record = {"cluster": "slurm", "job_id": job_id, "command": command, "code": str(code)}
+        record = {
+            "cluster": "slurm",
+            "job_id": job_id,
+            "command": command,
+            "code": str(code),
+        }
         _write_record(run_dir, record, request)
         print(f"submitted job {job_id}: {run_dir}")
         follower = followers[config.run_dir]

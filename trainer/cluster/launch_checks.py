@@ -80,9 +80,14 @@ def _absolute(config: Config, subfolder: str = "") -> Config:
     def full(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else path
 
-    run_dir = full(os.path.join(config.run_dir, subfolder))
+    folder = os.path.join(config.run_dir, subfolder)
     data = replace(config.data, root=full(config.data.root))
-    return replace(config, run_dir=run_dir, init_from=full(config.init_from), data=data)
+    return replace(
+        config,
+        run_dir=full(folder),
+        init_from=full(config.init_from),
+        data=data,
+    )
 
 
 def fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -> Config:

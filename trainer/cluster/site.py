@@ -178,8 +178,9 @@ def _convert(where: str, value: Any, default: Any) -> Any:
     """Convert a value from a file or the command line to the type of `default`. where: name of the option in errors."""
     # A bool is also an int, so it is tried first. Values of a file are texts.
     if isinstance(default, bool):
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
+        word = str(value).lower()
+        if word in ("true", "false"):
+            return word == "true"
         raise InputError(f"{where} is {value!r}: give true or false")
     if isinstance(default, int):
         if isinstance(value, bool) or not str(value).isdecimal():

@@ -118,7 +118,8 @@ def save_config(config: Config, path: Path, sources: Mapping[str, str] | None = 
             lines.append(f"{section}:")
         indent = "  " if section else ""
         source = f"  # {sources[key]}" if sources else ""
-        text = _as_yaml(list(value) if isinstance(value, tuple) else value)
+        plain_value = list(value) if isinstance(value, tuple) else value
+        text = _as_yaml(plain_value)
         lines.append(f"{indent}{name}: {text}{source}")
     write_text(path, "\n".join(lines) + "\n")
 
@@ -275,7 +276,10 @@ def _build(flat: dict[str, Any]) -> Config:
         # A field is a section or a plain setting.
         if dataclasses.is_dataclass(f.default_factory):
             prefix = f"{f.name}."
-            values = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+            values = {}
+            for key, value in flat.items():
+                if key.startswith(prefix):
+                    values[key.removeprefix(prefix)] = value
             sections[f.name] = f.default_factory(**values)
         else:
             sections[f.name] = flat[f.name]

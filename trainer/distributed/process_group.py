@@ -73,7 +73,9 @@ def process_group(
     left = max(timeout - waited, timedelta(seconds=1))
     all_facts = {**(facts or {}), "device": device.type}
     if on_gpu:
-        all_facts["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
+        # The comparison finds two ranks on one GPU, which NCCL does not support.
+        properties = torch.cuda.get_device_properties(device)
+        all_facts["gpu"] = str(properties.uuid)
     compare_ranks(store, ranks, all_facts, left, first)
 
     _peers = Peers(store, ranks)

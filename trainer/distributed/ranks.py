@@ -92,7 +92,12 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
             f"RANK is {rank} and WORLD_SIZE {world_size}, but ranks count from 0 to WORLD_SIZE - 1. If the variables are left "
             "over from another job, run `unset RANK WORLD_SIZE`"
         )
-    return Ranks(rank, world_size, _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1))
+    return Ranks(
+        rank,
+        world_size,
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
+    )
 
 
 def _refuse_heterogeneous(env: Mapping[str, str]) -> None:
@@ -119,7 +124,12 @@ def _from_srun(env: Mapping[str, str]) -> Ranks:
             f"srun's variables contradict each other: SLURM_PROCID {rank}, SLURM_STEP_NUM_TASKS {world_size}, "
             f"SLURM_STEP_TASKS_PER_NODE {env.get('SLURM_STEP_TASKS_PER_NODE')}, SLURM_NODEID {node}"
         )
-    return Ranks(rank, world_size, _number(env, "SLURM_LOCALID"), tasks[node])
+    return Ranks(
+        rank,
+        world_size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=tasks[node],
+    )
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -146,7 +146,8 @@ class Evaluator:
 def _plain_model(config: Config) -> EncoderNetwork:
     """Build the run's encoder with plain BatchNorm: an evaluation has one view, and ranks do not share statistics."""
     plain = replace(config.model, encoder_batch_norm="joint", batch_norm_ranks="local")
-    return build_encoder_network(replace(config, model=plain))
+    plain_config = replace(config, model=plain)
+    return build_encoder_network(plain_config)
 
 
 def _check_same_encoder(trained: dict[str, Any], config: Config, path: Path) -> None:

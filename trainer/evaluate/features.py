@@ -127,7 +127,8 @@ def _check_finite(x: Tensor, ids: np.ndarray, split: Split) -> None:
     is_finite = x.isfinite().all(1).numpy()
     wrong = np.flatnonzero(~is_finite)
     if len(wrong):
-        first = split.index.name(int(ids[wrong[0]]))
+        first_id = int(ids[wrong[0]])
+        first = split.index.name(first_id)
         raise InputError(
             f"the features of {len(wrong)} of {len(ids)} images of the split {split.name!r} hold NaN or infinity "
             f"(first: {first}). The encoder is damaged or overflows: try --evaluate.precision fp32 or an earlier checkpoint"

@@ -45,8 +45,9 @@ def build_encoder(config: ModelConfig) -> Any:
 
     Raises InputError if timm does not know the name, or if the backbone does not support the stem.
     """
-    if config.backbone not in timm.list_models():
-        near = difflib.get_close_matches(config.backbone, timm.list_models(), 5)
+    known_models = timm.list_models()
+    if config.backbone not in known_models:
+        near = difflib.get_close_matches(config.backbone, known_models, 5)
         raise InputError(
             f"model.backbone is {config.backbone!r}, which timm does not have: choose a name of timm.list_models(); "
             f"similar: {', '.join(near) or 'none'}"

@@ -107,9 +107,10 @@ class Saver:
             for event in copied:
                 event.synchronize()
             path = save_checkpoint(self._folder, content, self._keep_last, self._kept_steps)
+            seconds = time.perf_counter() - began
             self.failed_in_a_row = 0
             self._last_error = None
-            _log.info("saved %s (%.1f s)", path, time.perf_counter() - began)
+            _log.info("saved %s (%.1f s)", path, seconds)
         except OSError as error:
             self.failed_in_a_row += 1
             with self._lock:
