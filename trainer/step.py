@@ -22,7 +22,7 @@ from trainer.run.faults import GRADIENT_FAULT, fault_code, fault_codes
 
 
 class RankFlags(NamedTuple):
-    """What all ranks agree on in a step, each the largest over all ranks."""
+    """Flags on which all ranks agree in a step. Each is the maximum over all ranks."""
 
     fault: Tensor  # 0: none; else a code of `faults.fault_codes`
     stop: Tensor  # GO_ON, PREEMPT or STOP of `signals`
@@ -30,7 +30,7 @@ class RankFlags(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step leaves on the device; the loop reads it later."""
+    """Results of a step, on the device; the loop reads them later, so that the step does not wait."""
 
     loss: Tensor  # 0-d float32, of this rank's loss group
     metrics: dict[str, Tensor]  # 0-d, those of the method
