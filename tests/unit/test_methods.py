@@ -125,7 +125,8 @@ def test_a_method_that_does_not_exist_is_refused(tiny_config: Path) -> None:
 def test_settings_of_another_method_are_refused(tiny_config: Path) -> None:
     with pytest.raises(
         InputError,
-        match=r"wmse\.slice_size is 16, but method is simclr: remove wmse\.slice_size, or set method to wmse",
+        match=r"wmse\.slice_size is 16, but method is simclr: remove wmse\.slice_size from the config file or the "
+        r"command line that sets it, or set method to wmse",
     ):
         load_config(tiny_config, ["--method", "simclr"])
 
@@ -178,6 +179,33 @@ def test_target_networks_queues_and_counters_are_restored_when_an_update_is_skip
     assert after["updates"] == 2
     for name in ("target.weight", "queue"):
         assert not torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            {"metrics": {"spread": torch.tensor(0.0)}},
+            r"returned the metrics \['spread'\], but Other.metrics declares \[\]",
+        ),
+        ({"ok": torch.ones(2, dtype=torch.bool)}, r"returned ok of shape \(2,\), but Other.checks declares 1 check"),
+    ],
+)
+def test_metrics_and_checks_that_are_not_declared_are_refused(output: dict, message: str) -> None:
+    class Other(Averaged):
+        def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
+            return super().loss(outputs, step, images)._replace(**output)
+
+    method = Other()
+    step = TrainStep(
+        method,
+        torch.optim.SGD(method.networks.parameters(), lr=0.1),
+        num_views=VIEWS,
+        images=ImageRange(0, IMAGES),
+        ranks=Ranks(),
+    )
+    with pytest.raises(InputError, match=message):
+        step(pixels(0), 0, 0.1)
 
 
 def test_the_optimizer_leaves_out_what_needs_no_gradient() -> None:

@@ -56,7 +56,8 @@ def _other_methods(config: Config) -> list[str]:
         is_of_other = section in METHODS and section != config.method
         if is_of_other and value != defaults[key]:
             problems.append(
-                f"{key} is {value}, but method is {config.method}: remove {key}, or set method to {section}"
+                f"{key} is {value}, but method is {config.method}: remove {key} from the config file or the command line that "
+                f"sets it, or set method to {section}"
             )
     return problems
 
