@@ -20,6 +20,7 @@ from trainer.run.checkpoint import load_checkpoint, put_encoder
 from trainer.run.signals import StopRequest
 from trainer.setup import build_step
 from trainer.step import TrainStep
+from trainer.tools.dry_run import setting_warnings
 
 CPU = torch.device("cpu")
 IMAGES, VIEWS = 16, 2
@@ -122,12 +123,9 @@ def test_a_method_that_does_not_exist_is_refused(tiny_config: Path) -> None:
         load_config(tiny_config, ["--method", "simclrr"])
 
 
-def test_settings_of_another_method_are_refused(tiny_config: Path) -> None:
-    with pytest.raises(
-        InputError,
-        match=r"wmse\.slice_size is 16, but method is simclr: remove wmse\.slice_size, or set method to wmse",
-    ):
-        load_config(tiny_config, ["--method", "simclr"])
+def test_settings_of_another_method_log_a_warning(tiny_config: Path) -> None:
+    config = load_config(tiny_config, ["--method", "simclr"])
+    assert "wmse.slice_size 16 has no effect: method is simclr" in setting_warnings(config, 1, torch.device("cpu"))
 
 
 def test_the_slice_size_is_also_known_by_its_earlier_name(tiny_config: Path) -> None:
@@ -178,6 +176,33 @@ def test_target_networks_queues_and_counters_are_restored_when_an_update_is_skip
     assert after["updates"] == 2
     for name in ("target.weight", "queue"):
         assert not torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            {"metrics": {"spread": torch.tensor(0.0)}},
+            r"returned the metrics \['spread'\], but Other.metrics declares \[\]",
+        ),
+        ({"ok": torch.ones(2, dtype=torch.bool)}, r"returned ok of shape \(2,\), but Other.checks declares 1 check"),
+    ],
+)
+def test_metrics_and_checks_that_are_not_declared_are_refused(output: dict, message: str) -> None:
+    class Other(Averaged):
+        def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
+            return super().loss(outputs, step, images)._replace(**output)
+
+    method = Other()
+    step = TrainStep(
+        method,
+        torch.optim.SGD(method.networks.parameters(), lr=0.1),
+        num_views=VIEWS,
+        images=ImageRange(0, IMAGES),
+        ranks=Ranks(),
+    )
+    with pytest.raises(ValueError, match=message):
+        step(pixels(0), 0, 0.1)
 
 
 def test_the_optimizer_leaves_out_what_needs_no_gradient() -> None:

@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
     @property
     def is_active(self) -> bool:
-        """Whether the job waits or runs, or may do so because SLURM does not answer."""
+        """True if the job waits or runs, or may do so because SLURM does not answer."""
         return self.state in ACTIVE or self.state == NO_ANSWER
 
 

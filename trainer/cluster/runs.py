@@ -56,7 +56,7 @@ class RunFiles:
 
     @property
     def process_is_gone(self) -> bool:
-        """Whether rank 0 ran on this machine and has ended. False if it ran on another machine.
+        """Return whether rank 0 ran on this machine and has ended. False if it ran on another machine.
 
         After a recent heartbeat it counts as alive: in a container its process may not be visible here."""
         pid = whole(self.state, "pid")

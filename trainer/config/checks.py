@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from trainer.config.names import closest
-from trainer.config.schema import METHODS, Config, OptimizerConfig, ViewsConfig, flatten
+from trainer.config.schema import METHODS, Config, OptimizerConfig, ViewsConfig
 from trainer.config.setting import all_settings, allowed_range
 
 MOST_SIZES = 8  # torch.compile refuses more shapes of one function
@@ -26,7 +26,6 @@ def check(config: Config, *, method: bool = True) -> list[str]:
         *_ranges(config),
         *_views(config.views),
         *of_method,
-        *_other_methods(config),
         *_early_sizes(config),
         *_precision(config),
         *_optimizer(config.optimizer),
@@ -47,20 +46,6 @@ def _ranges(config: Config) -> list[str]:
             problems.append(f"{key} is {value}: it must be at least {least:.12g}")
         if most is not None and any(n > most for n in numbers):
             problems.append(f"{key} is {value}: it must be at most {most:.12g}")
-    return problems
-
-
-def _other_methods(config: Config) -> list[str]:
-    """Refuse settings of methods that are not chosen, because they would have no effect."""
-    defaults = flatten(Config())
-    problems = []
-    for key, value in flatten(config).items():
-        section, _, _ = key.partition(".")
-        is_of_other = section in METHODS and section != config.method
-        if is_of_other and value != defaults[key]:
-            problems.append(
-                f"{key} is {value}, but method is {config.method}: remove {key}, or set method to {section}"
-            )
     return problems
 
 

@@ -249,6 +249,8 @@ def _type_problem(word: _Word, message: str) -> str:
         wanted = f"a list such as {list(default)}"
     elif isinstance(default, bool):
         wanted = "true or false"
+    elif isinstance(default, float):
+        wanted = "a finite number"
     else:
         wanted = f"a value of type {type(default).__name__}"
     shown = word.text if len(word.text) < 80 else f"{word.text[:80]}..."

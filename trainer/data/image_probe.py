@@ -46,14 +46,14 @@ class ImageInfo(NamedTuple):
 
 # Parsing has two stages: up to the compressed pixels, and from there to the end of the file.
 class _Structure(NamedTuple):
-    """What the bytes before the compressed pixels say."""
+    """Facts from the bytes before the compressed pixels."""
 
     info: ImageInfo
     body: int  # offset of the compressed pixels in bytes
 
 
 class _Body(NamedTuple):
-    """What the bytes from the compressed pixels to the end of the file say."""
+    """Facts from the bytes between the start of the compressed pixels and the end of the file."""
 
     is_whole: bool
     scans: int = 1

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
-    """What a step asks of the loader."""
+    """The images and views that a step asks of the loader."""
 
     image_ids: NDArray[np.int64]  # (N,)
     arrays: Callable[[NDArray, NDArray], list[NDArray]]  # heights, widths (N,) -> the graph's inputs after the images

@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class Shrink(NamedTuple):
-    """How to downscale images with a side above `max_side` pixels: to JPEGs of `quality`, keeping the aspect ratio."""
+    """Rule for downscaling images with a side above `max_side` pixels: to JPEGs of `quality`, keeping the aspect ratio."""
 
     max_side: int
     quality: int = 90

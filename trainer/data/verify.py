@@ -59,7 +59,7 @@ class CheckReport:
     bad: list[tuple[str, str]] = field(default_factory=list)
     """(path below the set, problem) of each bad file, in order."""
     notes: list[str] = field(default_factory=list)
-    """What looks unintended but can be trained on."""
+    """Findings that look unintended but do not prevent training."""
     splits: list[str] = field(default_factory=list)
     """One line for each split: the number of files, of classes, and of images in each class."""
 

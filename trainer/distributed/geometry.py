@@ -17,14 +17,15 @@ def images_of_rank(ranks: Ranks, images_per_step: int, indivisible_images: int =
     """Return the consecutive images of a step that this rank holds.
 
     Raises InputError if the images cannot be divided evenly. The error proposes the nearest multiple of
-    `indivisible_images` that can."""
+    `indivisible_images` that can, and the largest smaller number of ranks that divides the images."""
     if images_per_step % ranks.world_size:
         # Propose a number that suits both the ranks and the loss.
         unit = math.lcm(ranks.world_size, indivisible_images)
         nearest = max(round(images_per_step / unit), 1) * unit
+        fewer = max(n for n in range(1, ranks.world_size) if images_per_step % n == 0)
         raise InputError(
             f"data.images_per_step is {images_per_step}, which cannot be divided evenly among {ranks.world_size} ranks: use "
-            f"{nearest}"
+            f"{nearest}, or start {fewer} rank(s)"
         )
     count = images_per_step // ranks.world_size
     return ImageRange(ranks.rank * count, count)

@@ -27,7 +27,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and logs."""
+        """True on rank 0, which writes files and logs."""
         return self.rank == 0
 
 

@@ -53,7 +53,7 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether the run was asked to end."""
+        """True if the run was asked to end."""
         return self.level > GO_ON
 
     def ask(self, level: int = PREEMPT) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trainer.config.loading import describe_sources
-from trainer.config.schema import Config
+from trainer.config.schema import METHODS, Config, flatten
 from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.tar_shards import list_shards
@@ -54,8 +54,8 @@ def describe_run(run: Run) -> None:
 
 def setting_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
     """Describe the settings that have no effect in this run, or that make it slow."""
+    lines = _settings_of_other_methods(config)
     # Each block below checks one setting against the device or another setting.
-    lines = []
     on_gpu = device.type == "cuda"
     compiled = compiles(config, device)
     over_ranks = world_size > 1 and config.model.batch_norm_ranks == "all"
@@ -84,6 +84,17 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
         lines.append(
             f"data.decoder_hint {list(hint)} has no effect: only the decoder of a GPU uses it, and needs both width and height"
         )
+    return lines
+
+
+def _settings_of_other_methods(config: Config) -> list[str]:
+    defaults = flatten(Config())
+    lines = []
+    for key, value in flatten(config).items():
+        section = key.partition(".")[0]
+        is_of_other = section in METHODS and section != config.method
+        if is_of_other and value != defaults[key]:
+            lines.append(f"{key} {value} has no effect: method is {config.method}")
     return lines
 
 
