@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import ROOT
 from trainer.cli import main
 from trainer.cluster.slurm import submit
+from trainer.cluster.snapshot import take_snapshot
 from trainer.config.loading import load_config, save_config
 from trainer.errors import InputError
 from trainer.run.state import mark_run
@@ -305,3 +306,9 @@ def test_without_slurm_nothing_is_submitted_and_no_run_claims_to_be_queued(
     assert list((tmp_path / "runs" / "a" / "code").iterdir()) == []
     with pytest.raises(InputError, match="srun was not found"):
         submit(tmp_path, {}, [["pretrain"]])
+
+
+def test_a_snapshot_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "code" / "trainer" / "cli.py" / "cli.py").mkdir(parents=True)  # in the way of the file
+    with pytest.raises(InputError, match=r"cannot copy the program to .*code/trainer/cli\.py: .*Is a directory"):
+        take_snapshot(tmp_path / "code")

@@ -9,6 +9,7 @@ from pathlib import Path
 import trainer
 from trainer.config.loading import save_config
 from trainer.config.schema import Config
+from trainer.errors import InputError
 
 _SOURCE = Path(trainer.__file__).parents[1]
 PACKAGES = (_SOURCE / "trainer", _SOURCE / "kernels")
@@ -20,10 +21,14 @@ def new_code_folder(folder: Path) -> Path:
 
 
 def take_snapshot(code: Path) -> None:
-    """Copy the program into the folder `code`."""
+    """Copy the program into the folder `code`. Raises InputError if a file cannot be written."""
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in PACKAGES:
-        shutil.copytree(package, code / package.name, ignore=ignore, dirs_exist_ok=True)
+    try:
+        for package in PACKAGES:
+            shutil.copytree(package, code / package.name, ignore=ignore, dirs_exist_ok=True)
+    except shutil.Error as error:  # holds (source, target, reason) of each file that failed
+        _, target, reason = error.args[0][0]
+        raise InputError(f"cannot copy the program to {target}: {reason}") from error
 
 
 def save_settings(config: Config, folder: Path) -> Path:
