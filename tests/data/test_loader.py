@@ -41,6 +41,7 @@ def picture_files(count: int = IMAGES) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> Index:
+    """Return an index of 20 images."""
     return open_index(make_folder(tmp_path_factory.mktemp("set"), picture_files()), "train")
 
 
@@ -81,6 +82,7 @@ def same(a: list[Batch], b: list[Batch]) -> bool:
 
 @pytest.fixture(scope="module")
 def batches(index) -> list[Batch]:
+    """Return all batches of the default loader."""
     return keep(loader(index))
 
 
