@@ -47,10 +47,12 @@ def _main(words: Words | None) -> int:
             hint = closest(words[0], COMMANDS) or f": choose one of {', '.join(COMMANDS)}"
             raise InputError(f"unknown command {words[0]!r}{hint}")
         return COMMANDS[words[0]](words[1:])
+    # An error that the user can fix is one line. Any other exception is a bug and keeps its traceback.
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        # Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
     except OSError as error:
@@ -78,6 +80,7 @@ def _check_own_packages() -> None:
     """Raise InputError if another package with the common name `kernels` was imported instead of ours."""
     import kernels
 
+    # Both packages are in one folder, in a checkout as well as in an installation.
     ours = Path(trainer.__file__).parents[1]
     theirs = Path(kernels.__file__).parents[1]
     if ours != theirs:
@@ -106,6 +109,7 @@ def _parse_with_settings(
 
         from trainer.config.loading import add_config_arguments
 
+        # The help of a command is that of its options, followed by a list of all settings.
         settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
         add_config_arguments(settings)
         for each in parsers:
@@ -170,6 +174,7 @@ def _pretrain(own: argparse.Namespace, settings: Words, stop: StopRequest) -> in
         for line in dry_run(config, ranks):
             print(line, flush=True)
         return DONE
+    # A real run gets its ranks from the launcher.
     if own.ranks is not None:
         raise InputError(
             "--ranks only applies to --dry_run: start several ranks with torchrun --nproc_per_node or srun"
@@ -231,6 +236,7 @@ def preview(words: Words) -> int:
     from trainer.config.loading import load_config
     from trainer.tools.preview import write_preview
 
+    # A preview computes no loss, so the global batch size need not fit the method.
     config = load_config(own.config, settings, check_method=False)
     print(write_preview(config, own.images, own.out))
     return DONE

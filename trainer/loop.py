@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.config.loading import save_config
 from trainer.config.schema import Config, flatten
@@ -52,6 +53,7 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
     ranks = find_ranks()
     run_dir = open_run_folder(config.run_dir)
     start_logging(None, ranks.rank)  # only a process that holds the folder may write log.txt
+    # An idle rank waits until the run ends, because a launcher may take an early end for a failure.
     if config.allow_idle_ranks:
         used = usable_ranks(config, ranks.world_size)
         if ranks.rank >= used:
@@ -70,6 +72,7 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
             stack.enter_context(state.heartbeat(stop))
 
         try:
+            # These values must be the same on all ranks; rank 0 compares them.
             facts = {**flatten(config), "commit": git_commit(), "plan version": PLAN_VERSION, "problem": problem}
             with (
                 process_group(
@@ -89,6 +92,7 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
                 return train(run, stop, state)
         except BaseException as error:
             state.failed(error)
+            # Only the rank that failed first prints a traceback. The others name it and end with its exit code.
             if not is_of_lost_rank(error):
                 raise
             _log.error("this rank ends, because %s", str(error).partition("\n")[0])
@@ -142,12 +146,14 @@ def train(
         closing(_saver(run)) as saver,
         _failure_told_at_once(state),
     ):
+        # If another rank fails, this process ends only after a save in progress is complete.
         peers().is_saving = saver.under_way
         # --- steps ---
         watchdog.doing(f"waits for the images of step {first_step}", limit=file_seconds)
         for batch in loader:
             watchdog.doing(limits.describe(batch), limit=limits.seconds(batch))
             learning_rate = run.schedule.learning_rate(batch.step)
+            # Only rank 0 knows when a save by minutes is due; the step's all-reduce tells the other ranks.
             save_due = ranks.is_first and saves.minutes_due()
             result = run.step(batch.views, batch.step, learning_rate, stop=stop.level, save=save_due)
             sums.add(result)
@@ -157,8 +163,12 @@ def train(
             # --- metrics: copied to the host now, read two steps later, since waiting for them would stall the device ---
             clock.waited(batch.wait_seconds)
             logged = step % log_every == 0 or step == run.schedule.total_steps
-            known = {"lr": learning_rate, **clock.line(step), **_machine(run, loader)} if logged else {}
-            late.add(step, result.flags, known, sums.take(result.embeddings, ranks) if logged else {})
+            known: dict[str, Any] = {}
+            metrics: dict[str, Tensor] = {}
+            if logged:
+                known = {"lr": learning_rate, **clock.line(step), **_machine(run, loader)}
+                metrics = sums.take(result.embeddings, ranks)
+            late.add(step, result.flags, known, metrics)
             if writer:
                 writer.show_step(step, batch.views)
 
@@ -168,7 +178,8 @@ def train(
             # --- save, stop ---
             if stopping or save_now or saves.steps_due(step) or step == run.end_step:
                 # read what is left: a resumed run writes no line twice, and a fault that ends the run prevents the save
-                stopping = max(stopping, _read_records(late.ready(), faults, writer, state)[0])
+                last_stopping, _ = _read_records(late.ready(), faults, writer, state)
+                stopping = max(stopping, last_stopping)
                 if step == run.end_step and first_step == 0:
                     faults.check_progress()
                 if stopping:
@@ -201,6 +212,7 @@ def _read_records(
 ) -> tuple[int, bool]:
     """Count skipped updates and write metrics. Returns how the ranks agreed to stop, and whether they agreed to save."""
     stopping, save_now = GO_ON, False
+    # The flags are the same on all ranks, so all of them stop and save after the same step.
     for record in records:
         faults.count(record["step"] - 1, int(record["fault"]))
         stopping = max(stopping, int(record["stop"]))
@@ -215,8 +227,16 @@ def _read_records(
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:
     """Return the memory and the number of skipped images for a logged line."""
     used, limit = memory_gib(run.device)
-    skipped_images = count_skipped_images(run.quarantine, len(loader.skipped.ids)) if run.ranks.is_first else 0
-    return {"memory_gib": round(used, 3), "memory_limit_gib": round(limit, 3), "skipped_images": skipped_images}
+    # Rank 0 writes the metrics, so only it reads the file that all ranks append to.
+    skipped_images = 0
+    if run.ranks.is_first:
+        own_count = len(loader.skipped.ids)
+        skipped_images = count_skipped_images(run.quarantine, own_count)
+    return {
+        "memory_gib": round(used, 3),
+        "memory_limit_gib": round(limit, 3),
+        "skipped_images": skipped_images,
+    }
 
 
 def _clock(run: Run, first_step: int) -> Clock:
@@ -228,8 +248,11 @@ def _clock(run: Run, first_step: int) -> Clock:
 
 def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
     def reading() -> str:
-        longest = [f"{name} for {seconds:.0f} s" for name, seconds in loader.waiting_for()[:3]]
-        return "reads " + ", ".join(longest) if longest else ""
+        slowest = loader.waiting_for()[:3]
+        if not slowest:
+            return ""
+        listed = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in slowest)
+        return f"reads {listed}"
 
     def tell_others(text: str) -> None:
         peers().tell(TrainingFailedError(text))
@@ -237,10 +260,14 @@ def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
     def note_if_rank_0_is_lost(text: str) -> None:
         note_lost_rank_0(run.run_dir, TrainingFailedError(text))
 
+    # Rank 0 writes the state itself. The others only write it if rank 0 no longer holds the run folder.
+    before_exit = [tell_others, state.hung]
+    if not run.ranks.is_first:
+        before_exit.append(note_if_rank_0_is_lost)
     return Watchdog(
         run.config.log.stall_seconds,
         reading,
-        [tell_others, state.hung, *([] if run.ranks.is_first else [note_if_rank_0_is_lost])],
+        before_exit,
         lambda stall: state.note(doing=stall or None),
     )
 
@@ -284,6 +311,7 @@ def _finish_saving(saver: Saver) -> None:
 def _finish(run: Run, step: int, stopped: int, state: RunState) -> int:
     """Write and log how the run ended. stopped: GO_ON if the loop came to its end."""
     code = PREEMPTED if stopped == PREEMPT else DONE
+    # max_steps may end the loop before the end of the schedule.
     finished = "done" if step == run.schedule.total_steps else "paused"
     status = {GO_ON: finished, PREEMPT: "preempted", STOP: "stopped"}[stopped]
     state.ended(status, code, step=step)
@@ -313,7 +341,8 @@ class _StepLimits:
         does."""
         size = batch.views.shape[-1]
         if size != self._size:
-            self._size, self._long_until = size, batch.step + _HOST_DELAY
+            self._size = size
+            self._long_until = batch.step + _HOST_DELAY
         may_compile = batch.step <= self._long_until
         return step_seconds(self._run.config, self._run.ranks, self._run.device, may_compile=may_compile)
 
@@ -327,14 +356,17 @@ class _SaveTimes:
         self.done()
 
     def done(self) -> None:
-        self._since, self._asked = time.monotonic(), False
+        self._since = time.monotonic()
+        self._asked = False
 
     def steps_due(self, step: int) -> bool:
         by_steps = self._config.every_steps > 0 and step % self._config.every_steps == 0
         return by_steps or step in self._evaluated
 
     def minutes_due(self) -> bool:
+        # Ask for each save once: two steps pass before the ranks have agreed on it.
         minutes = self._config.every_minutes
-        due = minutes > 0 and not self._asked and time.monotonic() - self._since >= 60 * minutes
-        self._asked |= due
-        return due
+        if minutes == 0 or self._asked:
+            return False
+        self._asked = time.monotonic() - self._since >= 60 * minutes
+        return self._asked

@@ -90,6 +90,7 @@ class DelayedMetrics:
 
         A record holds `known`, the flags and the metrics, all by name."""
         due = []
+        # Records wait in the order of their steps. After `delay` steps a copy is complete, so this does not wait.
         while self._waiting and self._waiting[0][0]["step"] <= step - self._delay:
             known, names, host, event = self._waiting.popleft()
             if event is not None:
@@ -155,6 +156,7 @@ class MetricSums:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
+        # Each rank loads the mean over the ranks: on any number of ranks, sums and counts keep their ratio.
         self._sums.copy_(state["sums"])
         self._smallest.copy_(state["smallest"])
 
@@ -173,6 +175,7 @@ def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
     products = x.T @ x
     if ranks.world_size > 1:
         dist.all_reduce(products)
+    # A common factor of the covariance cancels in the effective rank, so it is not divided by the count.
     sums = products[:-1, -1]
     count = products[-1, -1]
     covariance = products[:-1, :-1] - sums.outer(sums) / count
@@ -205,7 +208,10 @@ class Clock:
         elapsed = now - self._since
         seconds = elapsed / (step - self._step)
         # Smooth the time of a step, so that the time left does not jump.
-        self._step_seconds = 0.7 * self._step_seconds + 0.3 * seconds if self._step_seconds else seconds
+        if self._step_seconds:
+            self._step_seconds = 0.7 * self._step_seconds + 0.3 * seconds
+        else:
+            self._step_seconds = seconds
         images_per_s = self._images_per_step / seconds
         line = {
             "epoch": round(step / self._steps_per_epoch, 4),
@@ -257,16 +263,20 @@ class MetricsWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record of `DelayedMetrics.ready` to metrics.jsonl, TensorBoard and the log. NaN and infinity are null."""
-        warnings = [*self._method.health_warnings(record), *self._collapse.warnings(record["effective_rank"])]
-        for warning in warnings:
+        of_method = self._method.health_warnings(record)
+        of_rank = self._collapse.warnings(record["effective_rank"])
+        for warning in (*of_method, *of_rank):
             _log.warning("step %d: %s", record["step"], warning)
         values = {name: _finite(record[name]) for name in self._metrics}
+        # A sum over ranks divided by their number; rounding removes the error of the division.
         values["skipped_steps"] = round(record["skipped_steps"])
         self._append(json.dumps(values) + "\n")
         if self._board:
             self._board.draw(values, self._metrics)
-        _log.info("%s", describe_line(values, self._metrics, self._end_step, self._epochs))
-        self._bar.move(record["step"], f"loss {record['loss']:.3f}  {record['images_per_s']:.4g} img/s")
+        line = describe_line(values, self._metrics, self._end_step, self._epochs)
+        _log.info("%s", line)
+        text = f"loss {record['loss']:.3f}  {record['images_per_s']:.4g} img/s"
+        self._bar.move(record["step"], text)
 
     def _append(self, line: str) -> None:
         """Append a line. If writing fails, for example on a full disk, the next call tries again."""

@@ -30,6 +30,7 @@ def with_progress(
     The display is a bar on a terminal, and otherwise a log line every minute.
 
     total: number of items. progress: False shows nothing. size: number of items that one element of `items` counts for."""
+    # A bar redraws its line, which a log file cannot show.
     if not progress:
         yield from items
     elif sys.stderr.isatty():
@@ -43,6 +44,7 @@ def _with_bar(items: Iterable[T], total: int, title: str, size: Callable[[T], in
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
+    # rich has columns for bytes per second, but none for items per second.
     class Speed(ProgressColumn):
         """Column with the number of items per second."""
 
@@ -63,6 +65,7 @@ def _with_log_lines(items: Iterable[T], total: int, title: str, size: Callable[[
     number = 0
     for item in items:
         yield item
+        # The generator continues here when the caller has finished the item.
         number += size(item)
         now = time.monotonic()
         if now - logged >= _LOG_SECONDS:

@@ -25,18 +25,26 @@ class Schedule:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the update in step `step`, counted from 0."""
         if step < self.warmup_steps:
-            return self.peak * (step + (self.warmup_from == "first_step")) / self.warmup_steps
+            # With "zero" the first update has the learning rate 0, with "first_step" the first share of the peak.
+            shares = step + 1 if self.warmup_from == "first_step" else step
+            return self.peak * shares / self.warmup_steps
         if self.drop_steps is None:
-            done = (step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
-            return self.peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-        return self.peak * self.drop_factor ** sum(step >= drop for drop in self.drop_steps)
+            # Half a cosine, from the end of the warm-up to the end of the run.
+            steps_after_warmup = max(self.total_steps - self.warmup_steps, 1)
+            done = (step - self.warmup_steps) / steps_after_warmup
+            angle = math.pi * min(done, 1.0)
+            return self.peak * 0.5 * (1 + math.cos(angle))
+        num_drops = sum(step >= drop for drop in self.drop_steps)
+        return self.peak * self.drop_factor**num_drops
 
 
 def size_steps(config: Config, steps_per_epoch: int) -> tuple[tuple[int, int], ...]:
     """Return (first step, size of the views from then on) for each size, in the order of steps, which begin at 0."""
     v = config.views
+    # The epoch of an early size is its end, and so the start of the next size.
     starts = [0, *(epoch * steps_per_epoch for epoch in v.early_size_epochs)]
-    return tuple(zip(starts, [*v.early_sizes, v.size], strict=True))
+    sizes = [*v.early_sizes, v.size]
+    return tuple(zip(starts, sizes, strict=True))
 
 
 class Steps:
@@ -52,10 +60,12 @@ class Steps:
 def evaluation_steps(config: Config, steps_per_epoch: int) -> Steps:
     """Return the steps at which a checkpoint is saved for the evaluation: the ends of the epochs that the config names."""
     optimizer = config.optimizer
-    drops = optimizer.drop_epochs_before_end if optimizer.schedule == "drops" else ()
     last_step = optimizer.epochs * steps_per_epoch
-    first_drop = last_step - (drops[0] * steps_per_epoch if drops else 0)
-    # the curve has more points after the first drop, where the accuracy rises fast
+    # Without drops, the whole run counts as the time before the first drop.
+    first_drop = last_step
+    if optimizer.schedule == "drops" and optimizer.drop_epochs_before_end:
+        first_drop -= optimizer.drop_epochs_before_end[0] * steps_per_epoch
+    # The curve has more points after the first drop, where the accuracy rises fast.
     before = config.checkpoint.keep_every_epochs * steps_per_epoch
     after = config.checkpoint.keep_every_epochs_after_drop * steps_per_epoch or before
     return Steps(_multiples(before, 0, first_drop), _multiples(after, first_drop, last_step))
@@ -69,12 +79,16 @@ def kept_steps(config: Config, steps_per_epoch: int) -> Steps:
 
 def _multiples(of: int, above: int, most: int) -> range:
     """Return the multiples of a number with above < n <= most; none if it is 0."""
-    return range(of * (above // of + 1), most + 1, of) if of else range(0)
+    if of == 0:
+        return range(0)
+    first = of * (above // of + 1)
+    return range(first, most + 1, of)
 
 
 def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
     """Build the schedule of the whole run, which does not depend on max_steps."""
     o = config.optimizer
+    # A config sets at most one of warmup_steps and warmup_epochs; the other is 0.
     drops = tuple((o.epochs - before) * steps_per_epoch for before in o.drop_epochs_before_end)
     return Schedule(
         peak=peak_learning_rate(config),

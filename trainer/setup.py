@@ -78,6 +78,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     """Build all parts of a run before its first step. Every rank calls this.
 
     Raises InputError if the settings do not fit the data set or the number of ranks."""
+    # Check the settings first, because opening the images may take minutes.
     check_device(config, device)
     # Open the images, and check that all ranks see the same.
     split = config.data.train_split
@@ -126,6 +127,7 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
     group_size = loss_group_size(images.count, ranks.world_size, unit)
     num_micro_batches = micro_batches(config, images.count)
 
+    # Every rank draws the same initial weights, because all use the same seed.
     method = config.method_settings.build(
         config,
         ranks,
@@ -157,6 +159,7 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
 
 def build_fault_counter(run: Run) -> FaultCounter:
     """Build the counter of skipped updates; only rank 0 logs."""
+    # The counter names all ranks of a loss group, because they fail together.
     unit = indivisible_images(run.config)
     group_size = loss_group_size(run.planner.images.count, run.ranks.world_size, unit)
     return FaultCounter(

@@ -124,6 +124,7 @@ class TrainStep:
             outputs = self.networks(pixels)
         with record_function("loss"):
             result = self.method.loss(outputs, step, images)
+            _check_declared(result, self.method)
             scaled = result.loss / self.micro_batches if self.micro_batches > 1 else result.loss
             scaled = scaled * self.grad_scaler.scale if self.grad_scaler else scaled
         with record_function("backward"), self.untrained_state.unchanged():
@@ -141,6 +142,21 @@ class TrainStep:
         loss = torch.stack([output.loss for output in outputs]).mean()
         ok = torch.stack([output.ok for output in outputs]).all(0)
         return LossOutput(loss, ok, metrics, by_view.flatten(0, 1))
+
+
+def _check_declared(output: LossOutput, method: Method) -> None:
+    """Raise ValueError if the loss returned other metrics, or another number of checks, than the method declares."""
+    name = type(method).__name__
+    if output.metrics.keys() != method.metrics.keys():
+        raise ValueError(
+            f"{name}.loss returned the metrics {sorted(output.metrics)}, but {name}.metrics declares "
+            f"{sorted(method.metrics)}: give both the same names"
+        )
+    if output.ok.shape != (len(method.checks),):
+        raise ValueError(
+            f"{name}.loss returned ok of shape {tuple(output.ok.shape)}, but {name}.checks declares {len(method.checks)} "
+            "check(s): return one bool for each"
+        )
 
 
 def split_images(pixels: Tensor, num_views: int, count: int) -> list[Tensor]:

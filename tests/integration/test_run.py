@@ -376,7 +376,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
         (["--init_from", "{tmp}/none.pt"], "none.pt does not exist"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--wmse.backend", "tritn"], "tritn"),
-        (["--config", "{tmp}/none.yaml"], "no config file"),
+        (["--config", "{tmp}/none.yaml"], "none.yaml does not exist"),
     ],
 )
 def test_wrong_input_gives_one_message_and_exit_code_2(

@@ -136,7 +136,7 @@ def test_a_loader_is_measured_without_a_check_of_the_method(tiny_config: Path) -
         ("loss --plot x.png", "nothing to draw"),
         ("loss --shapes 2,16", "--shapes '2,16'"),
         ("loss --sweep --shapes 2,16,8,4,1", "give only one of them"),
-        ("loss --config x.yaml", "no config file x.yaml"),
+        ("loss --config x.yaml", "the file x.yaml does not exist"),
         ("loss --config TINY --ranks 3", "cannot be divided evenly among 3 ranks"),
         ("loss --config TINY --ranks 0", "--ranks is 0"),
         ("loss --ranks 2 --wmse.eps 1e-4", "uses --ranks --wmse.eps 1e-4 only together with --config"),

@@ -75,7 +75,7 @@ def test_pixels_are_centre_crops_in_the_order_of_the_index(place, tiny_set):
     files = sorted((tiny_set / "val").glob("*/*"), key=lambda f: (f.parent.name, f.name))
     assert got.x.shape == (len(files), 3 * 32 * 32)
     assert got.labels.tolist() == [["cats", "dogs"].index(f.parent.name) for f in files]
-    assert (got.class_names, got.left_out) == (["cats", "dogs"], 0)
+    assert (got.class_names, got.skipped) == (["cats", "dogs"], 0)
     for x, file in zip(got.x, files, strict=True):
         small = F.center_crop(F.resize(Image.open(file), 32, F.InterpolationMode.BILINEAR), 32)
         assert (255 * x.view(3, 32, 32) - F.pil_to_tensor(small)).abs().mean() < 1
@@ -131,7 +131,7 @@ def test_unusable_images_are_skipped_and_not_replaced(tiny_set, tmp_path):
         (root / "val" / name).write_bytes(b"no picture")
     rest = extract(raw_pixels, open_split("val", place), place)
     kept = [i for i in range(16) if i not in (3, 15)]
-    assert rest.left_out == 2
+    assert rest.skipped == 2
     assert torch.equal(rest.x, whole.x[kept])
     assert torch.equal(rest.labels, whole.labels[kept])
 
@@ -154,7 +154,7 @@ def test_images_without_a_label_do_not_count(place, monkeypatch):
     kept = [i for i in range(16) if i % 3]
     assert torch.equal(rest.x, whole.x[kept])
     assert rest.labels.tolist() == whole.labels[kept].tolist()
-    assert rest.left_out == 0
+    assert rest.skipped == 0
     relabelled(monkeypatch, lambda labels: labels * 0 - 1)
     with pytest.raises(InputError, match=r"'val' in .* has no labelled images, which the linear probe and k-NN need"):
         extract(raw_pixels, open_split("val", place), place)
@@ -167,7 +167,7 @@ def rank_features(folder: Path, root: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
     place = Place(config_of(folder / str(ranks.rank), root), ranks, CPU)
     got = extract(raw_pixels, open_split("val", place), place)
-    torch.save((got.x, got.labels, got.left_out), f"{folder}/{ranks.rank}.pt")
+    torch.save((got.x, got.labels, got.skipped), f"{folder}/{ranks.rank}.pt")
     dist.destroy_process_group()
 
 
@@ -184,10 +184,10 @@ def test_two_ranks_have_the_same_features_as_one(tiny_set, tmp_path):
     for process in start_ranks(rank_features, [tmp_path, root], tmp_path, ranks=2):
         assert process.wait() == 0, process.output()
     for rank in range(2):
-        x, labels, left_out = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        x, labels, skipped = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert torch.equal(x, one.x)
         assert torch.equal(labels, one.labels)
-        assert left_out == one.left_out == 1
+        assert skipped == one.skipped == 1
 
 
 def test_more_ranks_than_images_are_refused(place, monkeypatch):
@@ -217,7 +217,7 @@ def test_results_are_complete_and_written_to_the_run_folder(run_dir, tiny_set, c
         "test_fingerprint": open_index(tiny_set, "val").fingerprint,
         "train_images": 48,
         "test_images": 16,
-        "left_out": 0,
+        "skipped": 0,
         "classes": 2,
         "classes_without_test_images": [],
         "precision": "float32",

@@ -74,11 +74,11 @@ for name in ("check_kernels", "time_whitening", "check_step"):
     importlib.import_module(f"tests.gpu.{name}")
 import trainer.bench.compute, trainer.setup, trainer.step
 import torch
-from tests.gpu.check_step import TINY, Variant, build_step, pixels_of
+from tests.gpu.check_step import TINY, Variant, build_step, draw_pixels
 
 cpu = torch.device("cpu")
 step = build_step(TINY, Variant("fp32"), cpu)
-result = step(pixels_of(0, TINY.views.size, cpu), 0, 0.1)
+result = step(draw_pixels(0, TINY.views.size, cpu), 0, 0.1)
 print(int(result.skipped), result.loss.item() > 0)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from trainer.cli import main
 from trainer.cluster.slurm import submit
 from trainer.config.loading import load_config, save_config
 from trainer.errors import InputError
+from trainer.run.state import mark_run
 
 Launch = Callable[..., int]
 
@@ -144,7 +146,7 @@ def test_an_array_over_configs_has_a_folder_for_each_config(
         (["--run_dir", "a%j"], "names in batch scripts may not have %"),
         (["--run_dir", str(ROOT / "trainer" / "x")], "is inside the code of this program"),
         (["--partitoin", "low"], "unknown setting partitoin"),
-        (["--site", "/no/site.yaml"], "no config file /no/site.yaml"),
+        (["--site", "/no/site.yaml"], "the file /no/site.yaml does not exist"),
         (["--data_on_nodes"], "set data.expected_images"),
     ],
 )
@@ -270,6 +272,27 @@ def test_a_finished_run_can_be_launched_although_slurm_does_not_answer(
     state = {"status": "paused", "job": {"id": "7"}, "heartbeat": time.time(), "exit_code": 0}
     (tmp_path / "runs" / "a" / "state.json").write_text(json.dumps(state))
     assert launch() == 0
+
+
+def test_a_launch_that_fails_half_way_leaves_no_code_and_no_run_marked_as_queued(
+    launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the second of two runs is marked; the first had a state before."""
+    runs = tmp_path / "runs" / "a"
+    (runs / "seed-0").mkdir(parents=True)
+    (runs / "seed-0" / "state.json").write_text('{"status": "done"}\n')
+
+    def mark_first_run_only(run_dir: Path, status: str) -> None:
+        if run_dir.name != "seed-0":
+            raise OSError(errno.ENOSPC, "No space left on device", str(run_dir / "state.json"))
+        mark_run(run_dir, status)
+
+    monkeypatch.setattr("trainer.cluster.launch.mark_run", mark_first_run_only)
+    assert launch("--array", "seed=0,7", dry_run=False) == 2
+    assert f"cannot write {runs}/seed-7/state.json: No space left" in capsys.readouterr().err
+    assert (runs / "seed-0" / "state.json").read_text() == '{"status": "done"}\n'
+    assert not (runs / "seed-7" / "state.json").exists()
+    assert list((runs / "code").iterdir()) == []
 
 
 def test_without_slurm_nothing_is_submitted_and_no_state_is_written(

@@ -70,7 +70,7 @@ def test_features_are_standardised_by_the_training_features():
     torch.testing.assert_close(a.x[:, 1:].mean(0), torch.zeros(4), atol=5e-3, rtol=0)  # a feature of 1e-4 beside 3
     torch.testing.assert_close(a.x[:, 1:].std(0), torch.ones(4), atol=1e-3, rtol=0)
     torch.testing.assert_close(b.x[:, 2:], ((test.x - train.x.mean(0)) / train.x.std(0))[:, 2:])
-    assert b.left_out == 2
+    assert b.skipped == 2
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-20, 0.1, 1234.5])

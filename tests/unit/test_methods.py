@@ -177,6 +177,33 @@ def test_target_networks_queues_and_counters_are_restored_when_an_update_is_skip
         assert not torch.equal(after[name], before[name])
 
 
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            {"metrics": {"spread": torch.tensor(0.0)}},
+            r"returned the metrics \['spread'\], but Other.metrics declares \[\]",
+        ),
+        ({"ok": torch.ones(2, dtype=torch.bool)}, r"returned ok of shape \(2,\), but Other.checks declares 1 check"),
+    ],
+)
+def test_metrics_and_checks_that_are_not_declared_are_refused(output: dict, message: str) -> None:
+    class Other(Averaged):
+        def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
+            return super().loss(outputs, step, images)._replace(**output)
+
+    method = Other()
+    step = TrainStep(
+        method,
+        torch.optim.SGD(method.networks.parameters(), lr=0.1),
+        num_views=VIEWS,
+        images=ImageRange(0, IMAGES),
+        ranks=Ranks(),
+    )
+    with pytest.raises(ValueError, match=message):
+        step(pixels(0), 0, 0.1)
+
+
 def test_the_optimizer_has_no_parameters_without_gradients() -> None:
     from trainer.optimizer import build_optimizer
 

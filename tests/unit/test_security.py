@@ -146,7 +146,7 @@ def test_quarantine_lines_with_code_are_ignored(mark: Path, tmp_path: Path) -> N
 def test_a_config_with_code_is_refused(text: str, mark: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text.format(mark=mark))
-    with pytest.raises(InputError, match="cannot read config"):
+    with pytest.raises(InputError, match=r"cannot read .*yaml"):
         load_config(path, [])
     assert not mark.exists()
     assert "antigravity" not in sys.modules

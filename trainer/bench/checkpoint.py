@@ -80,6 +80,7 @@ def _measure(
         # The same work before the save and beside it shows what writing costs the loop.
         alone = _work_while(_for_seconds(WORK_SECONDS), device)
         synchronize(device)
+        # Time the save itself, then the work beside the writing thread, then the load.
         began = time.perf_counter()
         content = {"step": 1, "model": plain_names(model.state_dict()), "optimizer": optimizer.state_dict()}
         saver.save(content)
@@ -126,6 +127,7 @@ def _for_seconds(seconds: float) -> Callable[[], bool]:
 
 def _summary(found: dict[str, list[float]]) -> dict[str, Any]:
     """Return medians with their quartiles, and the share of a run's time that they cost."""
+    # While a file is written, the loop loses the share by which it is slower than alone.
     stall = spread(found["stall"])
     write = spread(found["write"])
     slowdown = spread(found["slowdown"]) if len(found["slowdown"]) >= MIN_SAVES else None

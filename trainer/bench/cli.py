@@ -94,6 +94,7 @@ def _common_options() -> argparse.ArgumentParser:
 
 def _options(*names: str, **keywords: Any) -> argparse.ArgumentParser:
     """Return a parser with one option, as a parent of sub-parsers."""
+    # The sub-parser adds its help; a parent with help would add it twice, which argparse refuses.
     parent = argparse.ArgumentParser(add_help=False)
     parent.add_argument(*names, **keywords)
     return parent
@@ -177,6 +178,7 @@ def _config(own: Options, settings: Sequence[str], *, check_method: bool = True)
 
 
 def _loss(own: Options, settings: Sequence[str]) -> Result:
+    # The shapes come from one experiment, from the user, from the sweep, or by default from the recipes.
     choices = (own.config is not None, bool(own.shapes), own.sweep)
     if sum(choices) > 1:
         raise InputError("--config, --shapes and --sweep each choose what to measure: give only one of them")
@@ -246,6 +248,7 @@ def _all(own: Options, settings: Sequence[str]) -> Result:
     from trainer.loop import train
 
     config = _config(own, settings)
+    # Each part gets its share of the seconds when it runs.
     return bench_all(
         {
             "loss": partial(bench_config, config, 1),

@@ -98,6 +98,7 @@ def _measure(run: Run, seconds: float, train: Train, trace: Path | None) -> dict
     alone.warm_up()
     around = seconds * COMPUTE_SHARE / 2
     compute = alone.times(around)
+    # The loop gets the step and the loader through wrappers, so it runs the code of a real run.
     counting: Any = CountingStep(run.step)
     watch = _watch_training(replace(run, step=counting), seconds - 2 * around, train)
     compute += alone.times(around)

@@ -194,6 +194,7 @@ def _set_point(num_images: int) -> Point:
             if "not_run" in one:
                 return {"images_of_set": num_images, **one}
             found.append(one)
+    # All other keys are figures, with a value from each process.
     names = [name for name in found[0] if name not in ("process", "images")]
     figures = {name: spread([one[name] for one in found]) for name in names}
     processes = [one["process"] for one in found]

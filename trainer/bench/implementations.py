@@ -28,6 +28,7 @@ def runnable_backends(device: torch.device) -> tuple[tuple[str, ...], dict[str, 
 def drop_refusing(steps: dict[str, Callable[[], Any]]) -> dict[str, str]:
     """Call each step once. Remove those that refuse the size or run out of memory, and return {name: reason}."""
     refused = {}
+    # Copy the items, because the loop deletes from the dict.
     for name, step in list(steps.items()):
         try:
             step()
@@ -57,6 +58,7 @@ def loop_loss(v: Tensor, permutations: Tensor, *, num_views: int, slice_size: in
         slices = permutation.view(-1, slice_size)
         rows = (images + view * num_images for images in slices for view in range(num_views))
         z = loop_whiten(v, rows)
+        # Each pair of views anew, as in the authors' code.
         for i in range(num_views):
             for j in range(i + 1, num_views):
                 first = z[i * num_images : (i + 1) * num_images]

@@ -84,6 +84,7 @@ def compare_loaders(loaders: Loaders, views: int, seconds: float, windows: int =
     """Return the views per second of each loader, in windows that alternate. views: number of views in a batch.
 
     A loader exists only during its windows, so that it cannot work ahead in those of another."""
+    # A window warms up its loader itself, so no extra call is needed.
     timers = {name: _window(start) for name, start in loaders.items()}
     samples = interleave(timers, seconds, num_windows=windows, warm_up=False)
     rates = {name: [views / each for each in values] for name, values in samples.items()}

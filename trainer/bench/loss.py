@@ -42,6 +42,7 @@ def bench_loss(shapes: Sequence[LossShape] | None, device: str, seconds: float) 
     shapes = shapes or RECIPE_SHAPES
     where = torch.device(device)
     backends, not_run = runnable_backends(where)
+    # The best rates of the machine give the floor of each shape. The rest of the time goes to the shapes.
     ceilings = measure_ceilings(where, min(2.0, seconds / 10))
     share = seconds / len(shapes)
     return {
@@ -80,6 +81,7 @@ def _bench_shape(
     # All implementations and modes alternate.
     windows = {(name, mode): _window(forward, mode, v) for mode in MODES for name, forward in forwards.items()}
     figures = _figures(interleave(windows, seconds))
+    # Memory is counted in one more forward, outside the measured windows.
     floor = loss_floor(shape, ceilings)
     costs = {}
     for name, forward in forwards.items():

@@ -64,11 +64,13 @@ def panels_of(result: dict[str, Any]) -> list[Panel]:
         return [(line["title"], partial(_growth_line, line=line)) for line in result["lines"]]
     if kind == "compute":
         percent = result["phases"]["percent"]
-        return [("a step alone", lambda axis: _bars(axis, percent, "percent of its phases"))]
+        return [("a step alone", partial(_bars, values=percent, unit="percent of its phases"))]
     if kind == "end2end":
         step = result["step"]
-        return [(f"a step of {step['step_ms']:.0f} ms", lambda axis: _bars(axis, step["percent"], "percent"))]
+        title = f"a step of {step['step_ms']:.0f} ms"
+        return [(title, partial(_bars, values=step["percent"], unit="percent"))]
     if kind == "all":
+        # A part that failed has no figures.
         panels = []
         for part in result["parts"].values():
             if "error" not in part:
@@ -80,6 +82,7 @@ def panels_of(result: dict[str, Any]) -> list[Panel]:
 def _bars(axis: Any, values: dict[str, float], unit: str) -> None:
     """Draw a horizontal bar for each value, the first at the top, with the value beside it."""
     axis.barh(list(values), list(values.values()))
+    # matplotlib draws the first bar at the bottom.
     axis.invert_yaxis()
     axis.set_xlabel(unit)
     for at, value in enumerate(values.values()):
@@ -95,9 +98,11 @@ def _sweep_line(axis: Any, line: dict[str, Any]) -> None:
     # A backend may refuse some of the points.
     for backend in backends:
         measured = [point for point in points if backend in point["figures"]]
+        at = [point[name] for point in measured]
         figures = [point["figures"][backend] for point in measured]
-        _band(axis, [point[name] for point in measured], figures, backend)
-    _log_axes(axis, name, [point[name] for point in points])
+        _band(axis, at, figures, backend)
+    all_places = [point[name] for point in points]
+    _log_axes(axis, name, all_places)
     axis.set_ylabel("microseconds, forward and backward")
     axis.legend()
 
@@ -105,6 +110,7 @@ def _sweep_line(axis: Any, line: dict[str, Any]) -> None:
 def _fixed_sizes(line: dict[str, Any]) -> str:
     """Return the title of a line, the sizes that are the same at all its points: "M = 128, k = 64"."""
     first = line["points"][0]
+    # The number of rows grows with the size.
     if line["line"] == "size":
         return f"B = {first['slices']}, M = 2k"
     letters = {"slices": "B", "rows": "M", "size": "k"}

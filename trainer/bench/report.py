@@ -65,7 +65,9 @@ def measured_with(result: Result) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     machine = f"{result['device']}, {result['cores']} cores, {result['torch_threads']} threads"
     text = f"{machine}, {versions}, commit {result['commit']}"
-    settings = " ".join([result.get("config", ""), *result.get("overrides", [])]).strip()
+    # Results of fixed shapes have no config.
+    words = [result.get("config", ""), *result.get("overrides", [])]
+    settings = " ".join(words).strip()
     return f"`{settings}`; {text}" if settings else text
 
 
@@ -99,16 +101,22 @@ def _loss(result: Result) -> Report:
     head = ["d, N, M, k, iterations", "", "forward", "backward", "both", "times loop", "MB saved", "times floor"]
     rows: list[Row] = []
     for entry in result["results"]:
-        sizes = ", ".join(str(size) for size in entry["shape"].values())
+        sizes = ", ".join(map(str, entry["shape"].values()))
         for name, modes in entry["figures"].items():
             both = modes["forward_backward"]
-            forward = f"{modes['forward']['median']:,.0f}"
-            backward = f"{modes['backward']['median']:,.0f}"
-            ratio = f"{both['speedup_over_loop']:.2f}"
             cost = entry["costs"][name]
-            megabytes = f"{cost['saved_bytes'] / 1e6:.2f}"
-            times_floor = f"{cost['times_floor']:.1f}"
-            rows.append([sizes, name, forward, backward, spread_text(both), ratio, megabytes, times_floor])
+            saved_mb = cost["saved_bytes"] / 1e6
+            row = [
+                sizes,
+                name,
+                f"{modes['forward']['median']:,.0f}",
+                f"{modes['backward']['median']:,.0f}",
+                spread_text(both),
+                f"{both['speedup_over_loop']:.2f}",
+                f"{saved_mb:.2f}",
+                f"{cost['times_floor']:.1f}",
+            ]
+            rows.append(row)
             # Only the first row of a shape names the shape.
             sizes = ""
     return Report(head, rows)
@@ -122,6 +130,7 @@ def _whitening(result: Result) -> Report:
     for line, point in points:
         figures = point["figures"]
         sizes = [str(point[name]) for name in ("slices", "rows", "size")]
+        # A backend may refuse a size, for example because it needs too much memory.
         cells = [spread_text(figures[name]) if name in figures else "refused" for name in backends]
         rows.append([line, *sizes, *cells])
     columns = [f"{name}, us" for name in backends]
@@ -148,6 +157,7 @@ def comparison(part: Result, name: str | None = None) -> Report:
     """Return the table of a comparison, such as a part of a result of peers. name: the name of the part."""
     ratio = "times the recipe's" if name == "options" else "ours is this many times as fast"
     rows = []
+    # What all others are compared with has no ratio.
     for each, figure in part["figures"].items():
         times = f"{part['times'][each]:.2f}" if each in part["times"] else ""
         rows.append([each, spread_text(figure), times])
@@ -156,6 +166,7 @@ def comparison(part: Result, name: str | None = None) -> Report:
 
 def _peers(result: Result) -> Report:
     rows: list[Row] = []
+    # A result holds only the parts that --only has chosen.
     for name in PEERS:
         if name in result:
             part = result[name]
@@ -200,6 +211,7 @@ def _end2end(result: Result) -> Report:
 
 
 def _checkpoint(result: Result) -> Report:
+    # The slowdown is unknown if a save was too short to measure it.
     shares = result["percent_of_loop"]
     lost = shares.get("with_slowdown", shares["standing_still"])
     rows = [
@@ -223,6 +235,7 @@ def _growth(result: Result) -> Report:
 def _growth_text(line: Result, point: Result) -> str:
     if "not_run" in point:
         return f"not run: {point['not_run']}"
+    # A start takes seconds, a step many milliseconds.
     digits = 3 if line["line"] == "images_of_set" else 0
     text = f"{spread_text(point['figure'], digits)} {line['unit']}"
     if "index_pss_bytes" in point:

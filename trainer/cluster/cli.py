@@ -42,11 +42,13 @@ def run_launch(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
     own: the parsed options of the command. rest: the other words, which are site options or run settings."""
     site_words, settings = split_site_words(rest)
+    # Site options would have no effect here, and the user may expect one.
     if own.cluster == "local" and (own.site or site_words):
         option = site_words[0] if site_words else "--site"
         raise InputError(f"{option} is for --cluster slurm: a run on this machine needs no site options, remove it")
     if own.config is None and not own.array.startswith("config="):
         raise InputError("--config is missing: give the experiment's YAML file")
+    # Import these late, so that a mistake in the options is reported at once.
     from trainer.cluster.launch import launch
     from trainer.cluster.launch_checks import Request
 

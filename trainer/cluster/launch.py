@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,30 +106,31 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
     # Check the options of all jobs before anything is written or submitted.
     parameters = _parameters(configs, nodes, request, code)
     _evaluator_parameters(folder, "JOB", request, code)
+    # Remember what a failed launch has to restore, and which runs an earlier evaluator still follows.
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
     followers = {config.run_dir: _active_evaluator(Path(config.run_dir)) for config in configs}
-    take_snapshot(code)
-    commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
-    # Mark the runs before they are submitted: a job may start at once and write its state.
-    for config in configs:
-        mark_run(Path(config.run_dir), "queued")
     try:
+        take_snapshot(code)
+        commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
+        # Mark the runs before they are submitted: a job may start at once and write its state.
+        for config in configs:
+            mark_run(Path(config.run_dir), "queued")
         ids = submit(folder / "slurm", parameters, commands)
     except BaseException:
-        # Undo everything that was written.
-        shutil.rmtree(code)
+        shutil.rmtree(code, ignore_errors=True)
         for config, state in zip(configs, before, strict=True):
-            path = Path(config.run_dir) / "state.json"
-            if state:
-                write_text(path, json.dumps(state) + "\n")
-            else:
-                path.unlink()
+            _restore_state(Path(config.run_dir), state)
         raise
     for config, job_id, command in zip(configs, ids, commands, strict=True):
         run_dir = Path(config.run_dir)
         # Write the record now, and again with the evaluator's job. If the evaluator cannot be submitted, the record has
         # the run's.
-        record = {"cluster": "slurm", "job_id": job_id, "command": command, "code": str(code)}
+        record = {
+            "cluster": "slurm",
+            "job_id": job_id,
+            "command": command,
+            "code": str(code),
+        }
         _write_record(run_dir, record, request)
         print(f"submitted job {job_id}: {run_dir}")
         follower = followers[config.run_dir]
@@ -140,6 +142,18 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
             _write_record(run_dir, record, request)
             print(f"submitted job {evaluator_id}: the evaluator of this run")
     print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows their progress")
+
+
+def _restore_state(run_dir: Path, state: dict[str, Any]) -> None:
+    """Write the state that a run had before this launch marked it. state: empty if the run had none."""
+    if read_run(run_dir).state == state:
+        return
+    path = run_dir / "state.json"
+    with suppress(OSError):  # the error that ended the launch is the one to report
+        if state:
+            write_text(path, json.dumps(state) + "\n")
+        else:
+            path.unlink()
 
 
 def _active_evaluator(run_dir: Path) -> str:
@@ -157,6 +171,7 @@ def _submit_evaluator(run_dir: Path, job_id: str, request: Request, code: Path) 
 def _evaluator_parameters(run_dir: Path, job_id: str, request: Request, code: Path) -> dict[str, Any]:
     """Return the parameters of the evaluator's job: one task, which may start once the run's job has started."""
     # Drop the options that request whole nodes: this job needs one GPU.
+    # Memory and nodes were chosen for the training, and may make the small job wait for a whole node.
     small = replace(
         request.site,
         gpus_per_node=min(1, request.site.gpus_per_node),

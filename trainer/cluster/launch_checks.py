@@ -46,6 +46,7 @@ def read_configs(request: Request) -> list[Config]:
         return [_absolute(load_config(request.config, request.settings))]
     key, equals, listed = request.array.partition("=")
     values = [value for value in listed.split(",") if value]
+    # run_dir is the common folder, in which each run gets a folder of its value.
     key_is_allowed = key == "config" or (key in KEYS and key != "run_dir")
     if not equals or not values or not key_is_allowed:
         raise InputError(
@@ -79,9 +80,14 @@ def _absolute(config: Config, subfolder: str = "") -> Config:
     def full(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else path
 
-    run_dir = full(os.path.join(config.run_dir, subfolder))
+    folder = os.path.join(config.run_dir, subfolder)
     data = replace(config.data, root=full(config.data.root))
-    return replace(config, run_dir=run_dir, init_from=full(config.init_from), data=data)
+    return replace(
+        config,
+        run_dir=full(folder),
+        init_from=full(config.init_from),
+        data=data,
+    )
 
 
 def fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) -> Config:
@@ -92,6 +98,7 @@ def fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) ->
     least, most = nodes
     if least == most:
         return config
+    # SLURM may give any number of nodes in the range, and not every number divides the global batch.
     config = replace(config, allow_idle_ranks=True)
     if config.optimizer.images_per_micro_batch == 0:
         images_per_rank = config.data.images_per_step // usable_ranks(config, most * ranks_per_node)
@@ -110,6 +117,7 @@ def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
         raise InputError(
             f"run_dir is {config.run_dir!r}, but names in batch scripts may not have % or control characters: use another name"
         )
+    # The snapshot of the code would copy the run, and with it the snapshot.
     if any(run_dir.is_relative_to(package) for package in PACKAGES):
         raise InputError(f"run_dir {run_dir} is inside the code of this program: use a folder elsewhere")
     if os.path.isdir(run_dir):
@@ -160,6 +168,7 @@ def _check_folder(config: Config, run_dir: Path) -> None:
         raise InputError(
             f"{run_dir} is in use by {holder}: end it with `wmse stop {run_dir}`, or use another --run_dir"
         )
+    # Without a checkpoint the run starts again, with any settings.
     saved = run_dir / "config.yaml"
     if newest_step(run_dir) and saved.exists() and not config.allow_changes:
         before = plain_settings(load_config(saved, []))
@@ -169,6 +178,7 @@ def _check_folder(config: Config, run_dir: Path) -> None:
 def _range_lines(config: Config, least: int, most: int, ranks_per_node: int) -> list[str]:
     """Describe the division of a step for each number of nodes in a range."""
     lines = []
+    # BatchNorm's statistics are the only part of a step that depends on the number of nodes.
     batch_norm_sizes = set()
     for nodes in range(least, most + 1):
         available = nodes * ranks_per_node

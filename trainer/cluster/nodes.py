@@ -35,7 +35,11 @@ def _expand_name(part: str, text: str) -> list[str]:
     """Expand one part, which may have several brackets, as in x[1-2]y[3-4]. text: the whole list, for error messages."""
     # The pieces at odd places are the insides of brackets.
     pieces = _GROUP.split(part)
-    choices = [_expand_numbers(piece, text) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    choices = []
+    for place, piece in enumerate(pieces):
+        is_inside = place % 2 == 1
+        choices.append(_expand_numbers(piece, text) if is_inside else [piece])
+    # Combine the choices in the order of SLURM: the last bracket changes fastest.
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
@@ -47,8 +51,9 @@ def _expand_numbers(ranges: str, text: str) -> list[str]:
         if limits is None or limits[1] < limits[0]:
             raise InputError(f"cannot read {span!r} in the node list {text!r}: give numbers such as 01-03")
         first, last = limits
-        width = len(span.partition("-")[0])
-        numbers += [f"{number:0{width}}" for number in range(first, last + 1)]
+        first_text, _, _ = span.partition("-")
+        width = len(first_text)
+        numbers += [str(number).zfill(width) for number in range(first, last + 1)]
     return numbers
 
 
@@ -93,13 +98,16 @@ def parse_minutes(text: str) -> int:
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if not match:
         raise InputError(f"the time limit is {text!r}: give minutes, HH:MM:SS or days-HH:MM:SS, as SLURM accepts them")
-    days, *fields = match.groups()
+    days_text, *fields = match.groups()
+    days = int(days_text or 0)
     numbers = [int(field) for field in fields if field is not None]
     # After days the first number is hours. Without days it is hours only if there are three numbers, else minutes.
-    if days is None and len(numbers) < 3:
+    if days_text is None and len(numbers) < 3:
         numbers.insert(0, 0)
+    # Missing numbers at the end are 0.
     hours, minutes, seconds = [*numbers, 0, 0][:3]
-    total = (int(days or 0) * 24 + hours) * 60 + minutes + math.ceil(seconds / 60)
+    hours += 24 * days
+    total = 60 * hours + minutes + math.ceil(seconds / 60)
     if total < 1:
         raise InputError(f"the time limit is {text!r}: give at least one minute")
     return total

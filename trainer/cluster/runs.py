@@ -127,6 +127,7 @@ def text(values: Mapping[str, Any], key: str) -> str | None:
 
 def images_per_step(run_dir: Path, problems: list[str]) -> float | None:
     """Return the global batch size in the run's config.yaml; None if it is unknown."""
+    # Read this one setting without `load_config`, which would refuse the config of another version.
     try:
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:

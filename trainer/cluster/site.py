@@ -78,6 +78,7 @@ def load_site(path: Path | None, words: Sequence[str]) -> Site:
     from trainer.config.yaml_values import read_yaml
 
     values: dict[str, Any] = read_yaml(path) if path else {}
+    # The words need no such check: `split_site_words` only takes known options.
     for key in values:
         if key not in SITE_KEYS:
             near = difflib.get_close_matches(str(key), SITE_KEYS, 1)
@@ -92,6 +93,7 @@ def evaluator_site(site: Site) -> Site:
     unknown = [key for key in site.evaluator if key not in SITE_KEYS or key == "evaluator"]
     if unknown:
         raise InputError(f"unknown option {unknown[0]} in the site's evaluator: give options of the site, such as time")
+    # Build the options anew, so that a changed option passes the same checks as one of the site.
     inherited = [("", f.name, getattr(site, f.name)) for f in dataclasses.fields(Site)]
     changed = [(f"evaluator.{key} of the site", key, value) for key, value in site.evaluator.items()]
     return _build(inherited + changed)
@@ -102,6 +104,7 @@ def split_site_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
     site: list[str] = []
     others: list[str] = []
     target = others
+    # A word without dashes is a value and follows its option.
     for word in words:
         if word.startswith("--"):
             key = word[2:].partition("=")[0]
@@ -121,6 +124,7 @@ def _from_words(words: Sequence[str]) -> list[tuple[str, str, Any]]:
                 raise InputError(f"{name} has no value: give one behind it")
             value = rest.pop(0)
         key = name.removeprefix("--")
+        # Lists and mappings need YAML.
         if not isinstance(getattr(Site(), key), (str, int)):
             raise InputError(f"{name} cannot be given on the command line: write {key} into the file of --site")
         found.append((name, key, value))
@@ -135,6 +139,7 @@ def _build(values: list[tuple[str, str, Any]]) -> Site:
         typed[key] = _convert(where, value, default)
     site = Site(**typed)
     _check_names(site)
+    # The run must have time to train between its start and the signal.
     minutes = parse_minutes(site.time)
     if minutes * 60 <= 2 * site.signal_seconds:
         raise InputError(
@@ -171,9 +176,11 @@ def _check_names(site: Site) -> None:
 
 def _convert(where: str, value: Any, default: Any) -> Any:
     """Convert a value from a file or the command line to the type of `default`. where: name of the option in errors."""
+    # A bool is also an int, so it is tried first. Values of a file are texts.
     if isinstance(default, bool):
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
+        word = str(value).lower()
+        if word in ("true", "false"):
+            return word == "true"
         raise InputError(f"{where} is {value!r}: give true or false")
     if isinstance(default, int):
         if isinstance(value, bool) or not str(value).isdecimal():

@@ -48,15 +48,21 @@ def show_status(folders: Sequence[Path], *, as_json: bool) -> None:
 def describe_runs(run_dirs: Sequence[Path]) -> list[Row]:
     """Return one dict for each run, always with the same keys. An unknown value is None."""
     all_files = [read_run(run_dir) for run_dir in run_dirs]
-    job_ids = [files.job_id for files in all_files]
-    jobs = find_jobs(job_id for job_id in job_ids if job_id)
+    # Ask SLURM once for the jobs of all runs.
+    job_ids = [files.job_id for files in all_files if files.job_id]
+    jobs = find_jobs(job_ids)
     now = time.time()
-    return [_describe(files, jobs.get(job_id or ""), now) for files, job_id in zip(all_files, job_ids, strict=True)]
+    rows = []
+    for files in all_files:
+        job = jobs.get(files.job_id or "")
+        rows.append(_describe(files, job, now))
+    return rows
 
 
 def _describe(files: RunFiles, job: Job | None, now: float) -> Row:
     state = files.state
     problems = list(files.problems)
+    # The clock of another node may be ahead of this one.
     heartbeat = runs.number(state, "heartbeat")
     age = None if heartbeat is None else max(now - heartbeat, 0.0)
     starts = runs.whole(state, "starts")
@@ -90,6 +96,7 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
     """Return the state to show: that of state.json, unless a missing heartbeat or SLURM contradicts it.
 
     age: seconds since the last heartbeat."""
+    # First the cases without a heartbeat to judge by, then those of a run that says it is active.
     status = files.status
     if status is None:
         return "unreadable" if files.problems else "unknown"
@@ -170,6 +177,7 @@ def _cells(row: Row) -> dict[str, list[str]]:
 def _table(cells: Sequence[dict[str, list[str]]], groups: Sequence[tuple[str, ...]], separator: str) -> Table:
     """Build the table. groups: names of the columns that share one column of the table. separator: between their texts."""
     stacked = separator == "\n"
+    # Stacked cells are separated by lines instead of spaces.
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0) if stacked else (0, 1))
     for group in groups:
         wraps = group[0] in ("run", "state", "SLURM")
@@ -177,6 +185,7 @@ def _table(cells: Sequence[dict[str, list[str]]], groups: Sequence[tuple[str, ..
     for cell in cells:
         row = []
         for group in groups:
+            # Texts from files may hold control characters.
             parts = [printable(part) for name in group for part in cell[name]]
             row.append(Text(separator.join(parts)))
         table.add_row(*row)
@@ -213,7 +222,9 @@ def _duration(seconds: float | None) -> str:
     minutes = round(seconds / 60)
     if minutes < 1:
         return f"{seconds:.0f} s"
-    days, hours = divmod(minutes // 60, 24)
+    # Show days and hours, or hours and minutes, or minutes alone.
+    whole_hours, minutes_of_hour = divmod(minutes, 60)
+    days, hours = divmod(whole_hours, 24)
     if days:
         return f"{days} d {hours} h"
-    return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min"
+    return f"{hours} h {minutes_of_hour:02d} min" if hours else f"{minutes} min"

@@ -20,6 +20,7 @@ def changed_settings(config: Config, then: dict[str, Any]) -> list[str]:
 
     then: the earlier settings, from `plain_settings`. A setting that is missing in them is newer, and had its default value.
     """
+    # Compare in the form of a checkpoint, in which a tuple is a list.
     before = plain_settings(Config()) | then
     shaping = {key for key, declared, _ in all_settings(config) if shapes_result(declared)}
     changed = []

@@ -14,9 +14,11 @@ LEAST_SKIPPED_STEPS_FP16 = 16  # halvings that reduce the initial loss scale of 
 
 def check(config: Config, *, method: bool = True) -> list[str]:
     """Return all problems that the config alone shows. method: whether to check the sizes that the method needs."""
+    # The checks after this one read the section of the method, so the method must exist.
     if config.method not in METHODS:
         hint = closest(config.method, METHODS) or f": choose one of {', '.join(METHODS)}"
         return [f"method is {config.method!r}, which does not exist{hint}"]
+    # A command that computes no loss accepts sizes that the method would refuse.
     of_method: list[str] = []
     if method:
         of_method = [*config.method_settings.problems(config), *_compile_options(config), *_micro_batches(config)]
@@ -37,6 +39,7 @@ def _ranges(config: Config) -> list[str]:
         least, most = allowed_range(declared)
         values = value if isinstance(value, tuple) else (value,)
         numbers = [n for n in values if isinstance(n, (int, float))]
+        # NaN passes both comparisons below, so it needs its check.
         if not all(map(math.isfinite, numbers)):
             problems.append(f"{key} is {value}: give a finite number")
         if least is not None and any(n < least for n in numbers):
@@ -61,6 +64,7 @@ def _views(v: ViewsConfig) -> list[str]:
         )
     if v.eval_resize < v.size:
         problems.append(f"views.eval_resize is {v.eval_resize}: set it to views.size ({v.size}) or more")
+    # Equal or falling epochs would leave a size without a single step.
     sizes = list(v.early_sizes)
     epochs = list(v.early_size_epochs)
     is_increasing = epochs == sorted(set(epochs))
@@ -84,6 +88,7 @@ def _micro_batches(config: Config) -> list[str]:
             f"optimizer.accumulation_steps is {count} and optimizer.images_per_micro_batch "
             f"{config.optimizer.images_per_micro_batch}: set only one of them"
         )
+    # Micro-batches are equally large, and images that the loss needs together stay in one of them.
     if count > 1 and images % (count * unit):
         problems.append(
             f"optimizer.accumulation_steps is {count}: data.images_per_step {images} cannot be divided into that many "
@@ -114,6 +119,7 @@ def _early_sizes(config: Config) -> list[str]:
     ends = config.views.early_size_epochs
     epochs = config.optimizer.epochs
     problems = []
+    # The run must have epochs left for views.size, the size that is evaluated.
     if ends and ends[-1] >= epochs:
         problems.append(f"views.early_size_epochs is {list(ends)}: set the last one below optimizer.epochs {epochs}")
     if any(size >= config.views.size for size in sizes):
@@ -148,6 +154,7 @@ def _optimizer(o: OptimizerConfig) -> list[str]:
         problems.append(
             f"optimizer.backend is triton with optimizer.name {o.name}: its kernels only compute lars, set the backend to auto"
         )
+    # Drops are counted back from the end, so their numbers decrease in the order of time.
     drops = list(o.drop_epochs_before_end)
     is_decreasing = drops == sorted(set(drops), reverse=True)
     is_in_run = all(0 < epoch < o.epochs for epoch in drops)

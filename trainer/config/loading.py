@@ -96,6 +96,7 @@ def find_config(path: Path) -> Path:
     """Return the file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`.
 
     Raises InputError if neither exists."""
+    # The name of a recipe has neither suffix nor folder. Anything else is a file, and reading reports it if it is missing.
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     recipes = shipped_folder("configs")
@@ -117,7 +118,8 @@ def save_config(config: Config, path: Path, sources: Mapping[str, str] | None = 
             lines.append(f"{section}:")
         indent = "  " if section else ""
         source = f"  # {sources[key]}" if sources else ""
-        text = _as_yaml(list(value) if isinstance(value, tuple) else value)
+        plain_value = list(value) if isinstance(value, tuple) else value
+        text = _as_yaml(plain_value)
         lines.append(f"{indent}{name}: {text}{source}")
     write_text(path, "\n".join(lines) + "\n")
 
@@ -130,8 +132,12 @@ def _as_yaml(value: Any) -> str:
 
 def describe_sources(config: Config, sources: Mapping[str, str]) -> str:
     """Name in one line the files of the settings, in order, and the settings of the command line."""
+    # A dict drops repetitions and keeps the order in which the files override each other.
     files = dict.fromkeys(source for source in sources.values() if source not in (COMMAND_LINE, DEFAULT))
-    overrides = [f"{key}={value}" for key, value in flatten(config).items() if sources.get(key) == COMMAND_LINE]
+    overrides = []
+    for key, value in flatten(config).items():
+        if sources.get(key) == COMMAND_LINE:
+            overrides.append(f"{key}={value}")
     from_files = ", then ".join(files) or "no file"
     from_command = ", ".join(overrides) or "none"
     return f"settings from {from_files}; on the command line: {from_command}"
@@ -142,6 +148,7 @@ def _file_words(path: Path, problems: list[str]) -> list[_Word]:
     own_problems: list[str] = []
     tree = read_yaml(path)
     words = [_Word(key, text, str(path)) for key, text in _words_of(tree, "", own_problems)]
+    # YAML refuses two equal keys, but not a setting in its section and once more as a dotted key.
     keys = [word.key for word in words]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     own_problems += [f"{key} is given twice: in its section and as a dotted key" for key in twice]
@@ -151,9 +158,11 @@ def _file_words(path: Path, problems: list[str]) -> list[_Word]:
 
 def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the text of each setting in a tree of sections."""
+    # Each value is a section, a setting, or a problem.
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        is_section = any(known.startswith(f"{name}.") for known in (*KEYS, *ALIASES))
+        beginning = f"{name}."
+        is_section = any(known.startswith(beginning) for known in (*KEYS, *ALIASES))
         if is_section and isinstance(value, dict):
             yield from _words_of(value, f"{name}.", problems)
         elif is_section and value is not None:
@@ -208,7 +217,7 @@ def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> d
     try:
         return _flat(parse(words), problems)
     except (ArgumentError, yaml.YAMLError):
-        # Parse the words one by one, to name every wrong one.
+        # The parser stops at the first wrong word. Parse the words one by one, to name every wrong one.
         for word in words:
             try:
                 parse([word])
@@ -219,6 +228,7 @@ def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> d
 
 def _plain_value(word: _Word) -> str:
     """Rewrite the value so that YAML 1.1 and 1.2 read it alike. Raises yaml.YAMLError if it is text instead of a number."""
+    # A text may look like a number: a run folder can have the name 010.
     if isinstance(flatten(Config())[word.key], str):
         return word.text
     value = read_value(word.text)
@@ -231,6 +241,7 @@ def _plain_value(word: _Word) -> str:
 def _type_problem(word: _Word, message: str) -> str:
     """Say which values a setting takes. message: the error of jsonargparse."""
     default = flatten(Config())[word.key]
+    # The type of a setting with fixed choices is only part of the parser's message.
     options = re.search(r"Literal\[(.*?)\]", message)
     if options:
         wanted = f"one of {options[1]}"
@@ -238,6 +249,8 @@ def _type_problem(word: _Word, message: str) -> str:
         wanted = f"a list such as {list(default)}"
     elif isinstance(default, bool):
         wanted = "true or false"
+    elif isinstance(default, float):
+        wanted = "a finite number"
     else:
         wanted = f"a value of type {type(default).__name__}"
     shown = word.text if len(word.text) < 80 else f"{word.text[:80]}..."
@@ -254,6 +267,7 @@ def _flat(namespace: Namespace, problems: list[str]) -> dict[str, Any]:
             values[key] = str(Path(values[key]).expanduser())
         except RuntimeError as error:  # no such user
             problems.append(f"{key} is {values[key]!r}: {error}")
+    # Settings are read-only, so they hold tuples.
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -264,7 +278,10 @@ def _build(flat: dict[str, Any]) -> Config:
         # A field is a section or a plain setting.
         if dataclasses.is_dataclass(f.default_factory):
             prefix = f"{f.name}."
-            values = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+            values = {}
+            for key, value in flat.items():
+                if key.startswith(prefix):
+                    values[key.removeprefix(prefix)] = value
             sections[f.name] = f.default_factory(**values)
         else:
             sections[f.name] = flat[f.name]

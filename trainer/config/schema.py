@@ -310,6 +310,7 @@ class Config:
         return getattr(self, self.method)
 
 
+# The sections of methods in `Config` are the list of methods, so that a new method needs no second entry.
 METHODS = tuple(f.name for f in dataclasses.fields(Config) if isinstance(getattr(Config(), f.name), MethodSettings))
 
 

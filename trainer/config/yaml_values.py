@@ -27,14 +27,14 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         _refuse_aliases_and_nesting(text)
         tree = yaml.load(text, _TextLoader)  # noqa: S506 (a SafeLoader)
     except FileNotFoundError:
-        raise InputError(f"no config file {path}: give the path of a YAML file") from None
+        raise InputError(f"the file {path} does not exist: give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"cannot read config {path}: {reason}") from error
+        raise InputError(f"cannot read {path}: {reason}") from error
     if tree is None:
-        raise InputError(f"config {path} is empty: give a file with settings; configs/ has one for each recipe")
+        raise InputError(f"{path} is empty: write `key: value` on at least one line")
     if not isinstance(tree, dict):
-        raise InputError(f"config {path} is a {type(tree).__name__}: write a mapping, with `key: value` on each line")
+        raise InputError(f"{path} is a {type(tree).__name__}: write a mapping, with `key: value` on each line")
     return tree
 
 

@@ -45,6 +45,7 @@ PRECISION_NAMES = {None: "float32", torch.bfloat16: "bf16 autocast", torch.float
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
     """Return the dtype of autocast for config.precision on this device: bf16, fp16 or None (float32)."""
+    # "auto" never chooses fp16, which needs a scaled loss.
     if config.precision == "auto":
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
         return torch.bfloat16 if fast else None
@@ -65,13 +66,16 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
     On a GPU: the use of all processes, and the whole memory. On a CPU: the use of this process, and the limit of its
     control group or the machine's memory."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / 2**30, total / 2**30
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    machine_bytes = os.sysconf("SC_PHYS_PAGES") * page_bytes
-    limit = min([machine_bytes, *_group_limits()])
-    return resident_pages * page_bytes / 2**30, limit / 2**30
+        free, limit = torch.cuda.mem_get_info(device)
+        used = limit - free
+    else:
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        # The second number of statm is the number of resident pages.
+        statm = Path("/proc/self/statm").read_text()
+        used = int(statm.split()[1]) * page_bytes
+        machine_bytes = os.sysconf("SC_PHYS_PAGES") * page_bytes
+        limit = min([machine_bytes, *_group_limits()])
+    return used / 2**30, limit / 2**30
 
 
 @functools.cache
@@ -81,6 +85,7 @@ def _group_limits() -> tuple[int, ...]:
     groups = Path("/proc/self/cgroup")
     lines = groups.read_text().splitlines() if groups.exists() else []
     for line in lines:
+        # A line is NUMBER:CONTROLLERS:PATH. In version 2 the controllers are empty.
         _, controllers, path = line.split(":", 2)
         root = Path("/sys/fs/cgroup", controllers)
         group = root / path.lstrip("/")

@@ -17,13 +17,15 @@ def images_of_rank(ranks: Ranks, images_per_step: int, indivisible_images: int =
     """Return the consecutive images of a step that this rank holds.
 
     Raises InputError if the images cannot be divided evenly. The error proposes the nearest multiple of
-    `indivisible_images` that can."""
+    `indivisible_images` that can, and the largest smaller number of ranks that divides the images."""
     if images_per_step % ranks.world_size:
+        # Propose a number that suits both the ranks and the loss.
         unit = math.lcm(ranks.world_size, indivisible_images)
         nearest = max(round(images_per_step / unit), 1) * unit
+        fewer = max(n for n in range(1, ranks.world_size) if images_per_step % n == 0)
         raise InputError(
             f"data.images_per_step is {images_per_step}, which cannot be divided evenly among {ranks.world_size} ranks: use "
-            f"{nearest}"
+            f"{nearest}, or start {fewer} rank(s)"
         )
     count = images_per_step // ranks.world_size
     return ImageRange(ranks.rank * count, count)
@@ -34,6 +36,7 @@ def loss_group_size(images_per_rank: int, world_size: int, indivisible_images: i
 
     It is the smallest number of ranks that hold a multiple of `indivisible_images`, often 1. Raises InputError if the ranks
     cannot be divided into groups of that size."""
+    # The least common multiple is the smallest number of images that fills both whole ranks and whole units.
     size = math.lcm(images_per_rank, indivisible_images) // images_per_rank
     if world_size % size:
         raise InputError(
@@ -90,6 +93,7 @@ def _micro_batches(config: Config, images_per_rank: int) -> int:
 
 def check_ranks(config: Config, world_size: int) -> None:
     """Raise InputError if a step cannot be divided among this number of ranks."""
+    # Each of these calls raises InputError for one kind of misfit. The rank does not matter.
     together = indivisible_images(config)
     count = images_of_rank(Ranks(0, world_size), config.data.images_per_step, together).count
     loss_group_size(count, world_size, together)
@@ -100,6 +104,7 @@ def usable_ranks(config: Config, available: int) -> int:
     """Return the largest number of ranks, up to `available`, that a step can be divided among.
 
     Raises InputError if a single rank cannot run the step either."""
+    # Try all numbers from the largest on, because divisibility does not depend on the number in a simple way.
     for world_size in range(available, 1, -1):
         try:
             check_ranks(config, world_size)

@@ -47,7 +47,7 @@ class LostRankError(RuntimeError):
     def __init__(self, failure: Failure | None, error: BaseException) -> None:
         """failure: the report of the other rank, if it wrote one. error: the exception of the collective."""
         first_line = str(error).partition("\n")[0]
-        super().__init__(failure.message if failure else f"another rank is gone or late ({first_line})")
+        super().__init__(failure.message if failure else f"another rank has ended or does not answer ({first_line})")
         self.exit_code = failure.exit_code if failure else FAILED
 
 

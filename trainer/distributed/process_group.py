@@ -73,7 +73,9 @@ def process_group(
     left = max(timeout - waited, timedelta(seconds=1))
     all_facts = {**(facts or {}), "device": device.type}
     if on_gpu:
-        all_facts["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
+        # The comparison finds two ranks on one GPU, which NCCL does not support.
+        properties = torch.cuda.get_device_properties(device)
+        all_facts["gpu"] = str(properties.uuid)
     compare_ranks(store, ranks, all_facts, left, first)
 
     _peers = Peers(store, ranks)
@@ -179,6 +181,7 @@ def wrap_model(
     names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     buffer_option: dict[str, Any] = {sync_buffers: False}
+    # Gradients are views of DDP's buckets, which saves a copy of all gradients.
     wrapped = nn.parallel.DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -220,6 +223,7 @@ def require_same(ranks: Ranks, name: str, value: str) -> None:
     """Raise InputError on every rank, naming the ranks that differ from rank 0, unless `value` is the same on all ranks."""
     if ranks.world_size == 1:
         return
+    # Every rank gets the values of all ranks, so all of them come to the same verdict.
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, (value, socket.gethostname()))
     first_value, first_host = values[0]

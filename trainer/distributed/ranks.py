@@ -40,6 +40,7 @@ class ImageRange:
 
     def group(self, size: int) -> ImageRange:
         """Return the images of the group of `size` neighbouring ranges that this range belongs to."""
+        # Groups follow each other from image 0 on, each with the images of `size` ranks.
         count = self.count * size
         number = self.first // count
         return ImageRange(number * count, count)
@@ -54,6 +55,7 @@ def find_ranks(env: Mapping[str, str] | None = None) -> Ranks:
     """
     env = os.environ if env is None else env
     _refuse_heterogeneous(env)
+    # srun may have started torchrun, whose variables then count.
     if "RANK" in env or "WORLD_SIZE" in env:
         ranks = _from_torchrun(env)
     elif "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -77,6 +79,7 @@ def job_key() -> str:
         return os.environ["WMSE_LAUNCH"]
     if "SLURM_STEP_ID" not in os.environ:
         return ""
+    # A requeued job keeps its id, so the number of restarts is part of the key.
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return ".".join(os.environ.get(name, "0") for name in names)
 
@@ -89,7 +92,12 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
             f"RANK is {rank} and WORLD_SIZE {world_size}, but ranks count from 0 to WORLD_SIZE - 1. If the variables are left "
             "over from another job, run `unset RANK WORLD_SIZE`"
         )
-    return Ranks(rank, world_size, _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1))
+    return Ranks(
+        rank,
+        world_size,
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
+    )
 
 
 def _refuse_heterogeneous(env: Mapping[str, str]) -> None:
@@ -108,6 +116,7 @@ def _from_srun(env: Mapping[str, str]) -> Ranks:
         )
     rank = _number(env, "SLURM_PROCID")
     world_size = _number(env, "SLURM_STEP_NUM_TASKS")
+    # Nodes may have different numbers of tasks, so the list gives the number on this node.
     tasks = expand_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
     node = _number(env, "SLURM_NODEID", 0)
     if rank >= world_size or sum(tasks) != world_size or node >= len(tasks):
@@ -115,7 +124,12 @@ def _from_srun(env: Mapping[str, str]) -> Ranks:
             f"srun's variables contradict each other: SLURM_PROCID {rank}, SLURM_STEP_NUM_TASKS {world_size}, "
             f"SLURM_STEP_TASKS_PER_NODE {env.get('SLURM_STEP_TASKS_PER_NODE')}, SLURM_NODEID {node}"
         )
-    return Ranks(rank, world_size, _number(env, "SLURM_LOCALID"), tasks[node])
+    return Ranks(
+        rank,
+        world_size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=tasks[node],
+    )
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -133,6 +147,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def launch_warnings(ranks: Ranks, env: Mapping[str, str] | None = None) -> list[str]:
     """Return warnings for the log if this process was probably started in a wrong way."""
     env = os.environ if env is None else env
+    # A batch script runs in a job of several tasks, but only srun starts a process for each task.
     tasks = env.get("SLURM_NTASKS", "1")
     without_srun = "SLURM_STEP_ID" not in env
     if ranks.world_size == 1 and without_srun and tasks.isdecimal() and int(tasks) > 1:

@@ -53,6 +53,7 @@ class Evaluator:
                 f"{run_dir} is not a run folder, since it has no config.yaml: give the --run_dir of a pre-training run"
             )
         self._run_dir = run_dir
+        # A result whose settings differ from those of the run gets another file name.
         self.config = load_config(config_path, settings)
         config_of_run = load_config(config_path, [])
         self.results = Results(run_dir, config_of_run, self.config, out)
@@ -99,6 +100,7 @@ class Evaluator:
         """Yield (measure, result) one by one on rank 0, nothing on other ranks. Every rank calls this."""
         self.check(measures)
         train_split, test_split = self.splits
+        # Every rank encodes a share of the images. The measures themselves run on rank 0 alone.
         began = time.perf_counter()
         train = extract(encode, train_split, self.place)
         test = extract(encode, test_split, self.place)
@@ -130,7 +132,7 @@ class Evaluator:
             "features": train.x.shape[1],
             "train_images": len(train.x),
             "test_images": len(test.x),
-            "left_out": train.left_out + test.left_out,
+            "skipped": train.skipped + test.skipped,
             "unusable_files": unusable_files(train_split) + unusable_files(test_split),
             "classes": len(learnt),
             "classes_without_test_images": [names[number] for number in learnt if number not in tested],
@@ -144,11 +146,13 @@ class Evaluator:
 def _plain_model(config: Config) -> EncoderNetwork:
     """Build the run's encoder with plain BatchNorm: an evaluation has one view, and ranks do not share statistics."""
     plain = replace(config.model, encoder_batch_norm="joint", batch_norm_ranks="local")
-    return build_encoder_network(replace(config, model=plain))
+    plain_config = replace(config, model=plain)
+    return build_encoder_network(plain_config)
 
 
 def _check_same_encoder(trained: dict[str, Any], config: Config, path: Path) -> None:
     """Raise InputError if a setting that the encoder depends on differs from its training."""
+    # Two scalings of the pixels have the same weights, so comparing tensors would not show the difference.
     now = plain_settings(config)
     for key in ("views.mean", "views.std", "model.backbone", "model.stem"):
         if trained[key] != now[key]:
@@ -162,6 +166,7 @@ def _linear(train: Features, test: Features, place: Place) -> dict[str, Any]:
     config = place.config.evaluate
     seed = place.config.seed
     raw = linear_probe(train, test, config, place.device, seed)
+    # The second classifier shows how much of a low figure is due to badly scaled features.
     scaled_train, scaled_test = standardise(train, test)
     title = "linear probe, standardised"
     standardised = linear_probe(scaled_train, scaled_test, config, place.device, seed, title)

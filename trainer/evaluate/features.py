@@ -39,7 +39,7 @@ class Features:
     x: Tensor  # (n, F) float32, CPU
     labels: Tensor  # (n,) int64
     class_names: list[str]  # by label
-    left_out: int  # images that could not be read
+    skipped: int  # images that could not be read
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
 
     # Join the features of all ranks, and check them.
     x, ids = _gather(torch.cat(parts), np.concatenate(used), place)
-    left_out = len(labelled) - len(ids)
-    if left_out:
+    skipped = len(labelled) - len(ids)
+    if skipped:
         _log.warning(
-            "skipped %d of %d images of split %s, because they could not be read", left_out, len(labelled), split.name
+            "skipped %d of %d images of split %s, because they could not be read", skipped, len(labelled), split.name
         )
     _check_finite(x, ids, split)
     labels = torch.from_numpy(split.labels[ids])
-    return Features(x, labels, split.class_names, left_out)
+    return Features(x, labels, split.class_names, skipped)
 
 
 def _batch_size(batch: tuple[Tensor, np.ndarray, np.ndarray]) -> int:
@@ -127,7 +127,8 @@ def _check_finite(x: Tensor, ids: np.ndarray, split: Split) -> None:
     is_finite = x.isfinite().all(1).numpy()
     wrong = np.flatnonzero(~is_finite)
     if len(wrong):
-        first = split.index.name(int(ids[wrong[0]]))
+        first_id = int(ids[wrong[0]])
+        first = split.index.name(first_id)
         raise InputError(
             f"the features of {len(wrong)} of {len(ids)} images of the split {split.name!r} hold NaN or infinity "
             f"(first: {first}). The encoder is damaged or overflows: try --evaluate.precision fp32 or an earlier checkpoint"
@@ -187,6 +188,7 @@ def _batches(index: Index, ids: np.ndarray, place: Place) -> Iterator[tuple[Tens
     """Yield (pixels, ids asked for, ids shown) of each batch."""
     size = place.config.evaluate.images_per_batch
     recipe = eval_recipe(place.config.views)
+    # The last batch may ask for fewer images than its size.
     steps = math.ceil(len(ids) / size)
     loader = ViewLoader(
         index,
@@ -207,6 +209,7 @@ def _gather(x: Tensor, ids: np.ndarray, place: Place) -> tuple[Tensor, np.ndarra
     """Return the features (n, F) and ids (n,) of all ranks, in the order of the ids. Ranks may hold different counts."""
     if place.ranks.world_size == 1:
         return x, ids
+    # Each rank fills in its count; the sum over ranks joins them.
     counts = torch.zeros(place.ranks.world_size, dtype=torch.int64, device=place.device)
     counts[place.ranks.rank] = len(ids)
     dist.all_reduce(counts)

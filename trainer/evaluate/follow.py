@@ -178,5 +178,5 @@ class RunWatch:
         if job is None and silent <= _SILENT_SECONDS:
             return None
         return (
-            f"state.json says that the run is {run.status}, but it has given no sign of life for {silent / 60:.0f} min"
+            f"state.json says that the run is {run.status}, but it has written no heartbeat for {silent / 60:.0f} min"
         )

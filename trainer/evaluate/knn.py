@@ -55,7 +55,8 @@ def knn_predict(
         distance = squares - 2 * products
         nearest = distance.topk(k, largest=False).indices
         votes = torch.zeros(len(nearest), num_classes, dtype=torch.int64, device=device)
-        votes.scatter_add_(1, labels[nearest], torch.ones_like(nearest))
+        one_vote_each = torch.ones_like(nearest)
+        votes.scatter_add_(1, labels[nearest], one_vote_each)
         # The class with the most votes has the highest score, and among equal ones the smallest label.
         score = votes * num_classes - classes
         predicted.append(score.argmax(1).cpu())

@@ -40,13 +40,15 @@ def linear_probe(
     title: shown with the progress."""
     x = train.x.to(device)
     y = train.labels.to(device)
+    # Draw on the CPU, so that weights and orders are the same on every device.
     generator = torch.Generator().manual_seed(seed)
     weight, bias = _initial(x.shape[1], len(train.class_names), generator, device)
     optimizer = torch.optim.Adam([weight, bias], weight_decay=config.probe_weight_decay)
+    (group,) = optimizer.param_groups
+
     epochs = range(config.probe_epochs)
     for epoch in with_progress(epochs, len(epochs), f"{title}, epochs"):
-        for group in optimizer.param_groups:
-            group["lr"] = probe_rate(config, epoch)
+        group["lr"] = probe_rate(config, epoch)
         order = torch.randperm(len(x), generator=generator).to(device)
         for rows in order.split(config.probe_batch_size):
             logits = F.linear(x[rows], weight, bias)
@@ -58,6 +60,7 @@ def linear_probe(
 
 def probe_rate(config: EvaluateConfig, epoch: int) -> float:
     """Return Adam's learning rate in an epoch, counted from 0."""
+    # The share of the decay that is done: 0 in the first epoch, 1 in the last.
     done = epoch / max(config.probe_epochs - 1, 1)
     total_decay = config.probe_rate_end / config.probe_rate_start
     return config.probe_rate_start * total_decay**done
@@ -89,6 +92,7 @@ def _initial(
 def _accuracy(test: Features, weight: Tensor, bias: Tensor) -> Accuracy:
     """Compute the accuracy of a linear classifier."""
     logits = F.linear(test.x.to(weight.device), weight, bias)
+    # A set of fewer than five classes has no fifth guess; its top-5 is 100 %.
     num_guesses = min(5, logits.shape[1])
     guesses = logits.topk(num_guesses).indices.cpu()
     is_right = guesses == test.labels[:, None]

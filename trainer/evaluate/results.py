@@ -115,6 +115,7 @@ class Results:
     def path(self, measure: str, source: Source) -> Path:
         """Return the file for the result of a measurement."""
         conditions = _conditions(self._config, measure, source.name)
+        # A plain name belongs to the run's checkpoint, measured with the run's settings.
         # The digest covers whatever differs from the run's settings and checkpoints.
         differences: list[Any] = []
         if conditions != _conditions(self._config_of_run, measure, source.name):
@@ -148,9 +149,11 @@ class Results:
     def _draw(self, measure: str, source: Source, result: dict[str, Any]) -> None:
         """Add the result to the run's TensorBoard curves, if it is of the run's checkpoints and settings."""
         is_of_run = source.path and self.path(measure, source).name == f"{measure}_{source.name}.json"
-        if self._config.log.tensorboard and is_of_run:
-            figures = {f"{measure}_{figure}": result[figure] for figure in FIGURES if figure in result}
-            draw_evaluation(self._run_dir, int(source.name), figures)
+        if not (self._config.log.tensorboard and is_of_run):
+            return
+        # TensorBoard's tags name the measure, because both measures have a top-1.
+        figures = {f"{measure}_{figure}": result[figure] for figure in FIGURES if figure in result}
+        draw_evaluation(self._run_dir, int(source.name), figures)
 
 
 def _rename_if_other(path: Path, result: dict[str, Any]) -> None:

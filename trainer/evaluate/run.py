@@ -28,6 +28,7 @@ def run_evaluation(
     ranks = find_ranks()
     start_logging(None, ranks.rank)
     evaluator = Evaluator(run_dir, settings, ranks, out)
+    # Rank 0 checks that results can be written before any rank starts to work.
     with process_group(evaluator.config, ranks, evaluator.place.device, first=evaluator.results.check):
         evaluator.check(measures)
         encode, source = evaluator.encoder(which)

@@ -22,6 +22,7 @@ def open_splits(place: Place) -> tuple[Split, Split]:
 
     Every rank calls this. Raises InputError if the splits cannot be used for an evaluation."""
     data = place.config.data
+    # A test split is usually the smaller one, so its problems show sooner.
     test = open_split(data.test_split, place)
     train = open_split(data.probe_split or data.train_split, place)
     test = in_classes_of(train, test)
@@ -50,8 +51,10 @@ def in_classes_of(train: Split, test: Split) -> Split:
     """Give the test split the class numbers of the training split, by class name.
 
     Classes that only the test split has get the numbers after those."""
+    # A dict keeps the order of the names and drops the repetitions.
     names = list(dict.fromkeys([*train.class_names, *test.class_names]))
     number_of = {name: number for number, name in enumerate(names)}
+    # Translate each label by a table: old number -> new number. -1 stays the label of an image without a class.
     new_numbers = np.array([number_of[name] for name in test.class_names], np.int64)
     labels = np.where(test.labels < 0, -1, new_numbers[test.labels])
     return replace(test, labels=labels, class_names=names)
@@ -84,6 +87,7 @@ def _warnings(train: Split, test: Split) -> list[str]:
                 f"{_list_of_unusable_files(split)} names them"
             )
 
+    # Classes of which only the training split has images, then those of which only the test split has.
     learnt = classes_with_images(train)
     tested = classes_with_images(test)
     untested = sorted(set(learnt) - set(tested))

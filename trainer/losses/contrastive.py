@@ -41,6 +41,7 @@ def contrastive_loss(
         if normalize:
             rows = torch.nn.functional.normalize(rows, dim=1)
             columns = torch.nn.functional.normalize(columns, dim=1)
+        # The similarities of each local embedding with every candidate, by view and image on both sides.
         num_images = len(rows) // num_views
         similarity = rows @ columns.T / temperature
         similarity = similarity.view(num_views, num_images, num_views, -1)  # (d, N, d, T)

@@ -86,6 +86,7 @@ def wmse_loss_with_status(
         )
     with without_autocast(v.device):
         v = v if v.dtype == torch.float64 else v.float()
+        # The fastest backend depends on number and size of the slices.
         num_slices = num_views * iterations * num_images // slice_size
         shape = (num_slices, slice_size, v.shape[1])
         backend = choose_backend(backend, v, shape, cholesky_float64)
@@ -153,6 +154,7 @@ def _check(v: Tensor, num_views: int, slice_size: int, iterations: int) -> None:
             f"slice_size={slice_size} gives a singular covariance for embeddings of size {size}; "
             f"set slice_size above {size}; the paper uses {2 * size}"
         )
+    # Name the nearest possible numbers of images.
     num_images = num_rows // num_views
     if num_images % slice_size or num_images == 0:
         below = num_images // slice_size * slice_size

@@ -45,7 +45,7 @@ class Method:
         """Compute the loss of the output of `networks`. The step calls this outside of autocast.
 
         outputs: output of `networks`. step: counted from 0. images: images of the step that `outputs` belongs to."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override loss")
 
     def after_update(self, step: int) -> None:
         """Update state that follows the weights, such as a moving average or a queue.

@@ -38,7 +38,7 @@ class MethodSettings:
 
     def method_class(self) -> Callable[..., Method]:
         """Import and return the class of the method, which may import torch."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override method_class")
 
     def build(
         self,

@@ -48,7 +48,15 @@ class ViewBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (d*N, C, ...); in evaluation mode with the running statistics."""
         if not self.training:
-            y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+            y = F.batch_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=False,
+                eps=self.eps,
+            )
         elif self.group_name is None:
             y = self._this_rank(x)
         else:
@@ -62,8 +70,16 @@ class ViewBatchNorm(nn.Module):
         return torch.cat([self._one_view(view) for view in x.chunk(self.num_views)])
 
     def _one_view(self, x: Tensor) -> Tensor:
+        # This also updates the running statistics.
         return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            training=True,
+            momentum=self.momentum,
+            eps=self.eps,
         )
 
     def _all_ranks(self, x: Tensor, group_name: str) -> Tensor:

@@ -45,12 +45,14 @@ def build_encoder(config: ModelConfig) -> Any:
 
     Raises InputError if timm does not know the name, or if the backbone does not support the stem.
     """
-    if config.backbone not in timm.list_models():
-        near = difflib.get_close_matches(config.backbone, timm.list_models(), 5)
+    known_models = timm.list_models()
+    if config.backbone not in known_models:
+        near = difflib.get_close_matches(config.backbone, known_models, 5)
         raise InputError(
             f"model.backbone is {config.backbone!r}, which timm does not have: choose a name of timm.list_models(); "
             f"similar: {', '.join(near) or 'none'}"
         )
+    # Only timm's own ResNets take this option; other models may refuse it.
     options: dict[str, Any] = {}
     entrypoint = timm.models.model_entrypoint(config.backbone)
     if entrypoint.__module__ == "timm.models.resnet":
@@ -62,6 +64,7 @@ def build_encoder(config: ModelConfig) -> Any:
         _replace_stem(encoder, config)
     if config.activation_checkpointing:
         encoder.set_grad_checkpointing(True)
+    # Replace the mean only. Other kinds of pooling compute something else.
     pool = getattr(encoder, "global_pool", None)
     if isinstance(pool, SelectAdaptivePool2d) and pool.pool_type == "avg":
         encoder.global_pool = MeanPool()

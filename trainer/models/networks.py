@@ -41,6 +41,7 @@ class EncoderProjector(EncoderNetwork):
     def __init__(self, config: Config, batch_norm_group: str | None = None, world_size: int = 1) -> None:
         super().__init__(config, batch_norm_group, world_size)
         projector = Projector(config.model, self.num_features)
+        # The projector may take its statistics differently from the encoder.
         parts = batch_norm_parts(config, config.model.projector_batch_norm)
         self.projector = convert_batch_norm(projector, parts, batch_norm_group, world_size)
         stop_counting_batches(self)
@@ -58,6 +59,7 @@ def batch_norm_parts(config: Config, statistics: str) -> int:
 
 def build_encoder_network(config: Config) -> EncoderNetwork:
     """Build the encoder on the CPU with the initial weights of the seed, the same as in every method."""
+    # A method draws the weights of its encoder first, so they do not depend on the other networks.
     torch.manual_seed(config.seed)
     return EncoderNetwork(config)
 

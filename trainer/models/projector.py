@@ -28,9 +28,14 @@ class Projector(nn.Module):
         sizes = [num_features, *config.projector_hidden]
         hidden: list[nn.Module] = []
         for size, next_size in pairwise(sizes):
-            hidden += [nn.Linear(size, next_size, bias=not simclr), nn.BatchNorm1d(next_size), nn.ReLU()]
+            hidden += [
+                nn.Linear(size, next_size, bias=not simclr),
+                nn.BatchNorm1d(next_size),
+                nn.ReLU(),
+            ]
         self.hidden = nn.Sequential(*hidden)
         self.last = nn.Linear(sizes[-1], config.embedding_size, bias=not simclr)
+        # The projector of kind mlp ends with a plain Linear, the other kinds with a BatchNorm.
         self.norm = nn.Identity() if config.projector == "mlp" else nn.BatchNorm1d(config.embedding_size)
         if simclr:
             self.norm.register_parameter("bias", None)

@@ -16,6 +16,7 @@ class UntrainedState:
     number of tensors, and the host does not need to know whether the update was skipped."""
 
     def __init__(self, networks: nn.Module) -> None:
+        # Only tensors of one data type can be joined in a flat tensor.
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in _untrained(networks):
             of_dtype.setdefault(tensor.dtype, []).append(_in_memory_order(tensor))
@@ -39,6 +40,7 @@ class UntrainedState:
 
     def restore_if(self, skipped: Tensor) -> None:
         """Restore the remembered state if `skipped` (0-d bool, on the device)."""
+        # The device chooses between the two states, without a wait of the host.
         for group, before in zip(self._groups, self._before, strict=True):
             now = torch.cat(group)
             _copy(torch.where(skipped, before, now), group)

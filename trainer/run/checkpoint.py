@@ -58,13 +58,14 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_
         raise TrainingFailedError(
             f"the checkpoint of step {step} was not saved: {broken} is not finite, and a run cannot continue from it. The "
             f"checkpoints in {folder} are untouched: continue from them with a smaller optimizer.learning_rate, a longer "
-            "warm-up, wmse.eps 1e-4, or precision fp32"
+            "warm-up, or precision fp32"
         )
     # If even the run folder is missing, its disk is gone: do not create the parents on another disk.
     folder.mkdir(exist_ok=True)
     # Delete the temporary files of saves that were killed.
     for temporary in folder.glob(".step_*"):
         _delete(temporary)
+    # Parameters become plain tensors, because a safe load refuses anything else.
     complete = {**content, "format": FORMAT, "model": plain_names(content["model"])}
     complete = map_tensors(complete, lambda _, tensor: tensor.detach())
     complete["sha256"] = content_digest(complete)
@@ -159,9 +160,10 @@ def _feed(digest: Any, value: Any, path: tuple[Any, ...]) -> None:
         dense = value.detach()
         strides = dense.stride()
         order = sorted(range(dense.dim()), key=lambda axis: -strides[axis])
-        elements = dense.permute(order).contiguous().view(-1)
-        data = elements.view(torch.uint8).numpy()
-        digest.update(f"{path!r} {dense.dtype} {tuple(dense.shape)} {order}\n".encode())
+        in_memory_order = dense.permute(order).contiguous()
+        data = in_memory_order.view(-1).view(torch.uint8).numpy()
+        head = f"{path!r} {dense.dtype} {tuple(dense.shape)} {order}\n"
+        digest.update(head.encode())
         digest.update(data)  # hashlib releases the GIL here
     elif isinstance(value, dict):
         digest.update(f"{path!r} dict of {len(value)}\n".encode())
@@ -190,6 +192,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         message = str(error).strip()
         reason = message.splitlines()[0] if message else type(error).__name__
         raise InputError(f"cannot read checkpoint {path}: {reason}") from error
+    # A changed bit may leave a file that loads without an error. Only the digest shows it.
     saved_digest = content.get("sha256")
     if saved_digest != digest:
         raise InputError(
@@ -198,7 +201,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         )
     broken = _first_not_finite(content)
     if broken:
-        raise InputError(f"cannot use checkpoint {path}: {broken} holds numbers that are not finite")
+        raise InputError(
+            f"cannot use checkpoint {path}: {broken} holds numbers that are not finite; use the checkpoint of an earlier step "
+            "(`wmse evaluate`: --checkpoint STEP)"
+        )
     model = plain_names(content["model"])
     # Older checkpoints hold BatchNorm's number of batches, which nothing reads.
     content["model"] = {name: value for name, value in model.items() if not name.endswith(".num_batches_tracked")}
@@ -212,8 +218,10 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         if not zipfile.is_zipfile(file):
             raise InputError(f"cannot read checkpoint {path}: it is truncated, damaged or not a checkpoint")
     content = torch.load(path, map_location="cpu", weights_only=True)
-    found = content.get("format") if isinstance(content, dict) else None
-    model = content.get("model") if isinstance(content, dict) else None
+    # A file of another program may hold anything, so the structure is checked before it is used.
+    entries = content if isinstance(content, dict) else {}
+    found = entries.get("format")
+    model = entries.get("model")
     if found not in _READABLE or not isinstance(model, dict):
         raise InputError(f"{path} is not a checkpoint of this program (format {FORMAT} expected, found {found})")
     for name, value in model.items():
@@ -235,6 +243,7 @@ def load_newest(folder: Path, check: Callable[[dict[str, Any]], None] = lambda c
     start would overwrite work that may still be recovered."""
     found = list_checkpoints(folder)
     reasons = []
+    # Try the newest one first, then the ones before it.
     for _, path in reversed(found):
         try:
             content = load_checkpoint(path)
@@ -297,12 +306,14 @@ def put_encoder(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     # The same names must exist on both sides, with the same shapes.
     shapes = {name: tensor.shape for name, tensor in expected.items()}
     found_shapes = {name: tensor.shape for name, tensor in found.items()}
-    different = [name for name in sorted(shapes | found_shapes) if shapes.get(name) != found_shapes.get(name)]
+    all_names = sorted(shapes | found_shapes)
+    different = [name for name in all_names if shapes.get(name) != found_shapes.get(name)]
     if different:
         raise InputError(
             f"the encoder in {path} does not fit this config: {len(different)} tensors differ, the first are "
             f"{', '.join(different[:3])}; use the same model.backbone and model.stem"
         )
+    # The names were compared above. A strict load would ask for the projector as well.
     model.load_state_dict(found, strict=False)
 
 

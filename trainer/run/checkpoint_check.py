@@ -21,11 +21,13 @@ def first_difference(found: Any, wanted: Any, where: str) -> str | None:
     if isinstance(wanted, dict):
         return _first_difference_of_dicts(found, wanted, where)
     kind = Tensor if isinstance(wanted, Tensor) else wanted
+    # Compare types exactly: in Python, True is also an int.
     if type(found) is not kind:
         return f"{where} is a {type(found).__name__}, not a {kind.__name__}"
-    if isinstance(wanted, Tensor) and (found.shape != wanted.shape or found.dtype != wanted.dtype):
-        return f"{where} is {_describe(found)}, not {_describe(wanted)}"
-    return None
+    if not isinstance(wanted, Tensor):
+        return None
+    is_alike = found.shape == wanted.shape and found.dtype == wanted.dtype
+    return None if is_alike else f"{where} is {_describe(found)}, not {_describe(wanted)}"
 
 
 def _first_difference_of_dicts(found: Any, wanted: dict[Any, Any], where: str) -> str | None:
@@ -52,6 +54,7 @@ def first_not_finite(value: Any, where: str) -> str | None:
     """Return the name of the first tensor in nested dicts and lists that holds NaN or infinity; None if all are finite."""
     if isinstance(value, Tensor):
         return None if bool(value.isfinite().all()) else where
+    # Plain values have no items, so they count as finite.
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         items = value.items()
@@ -77,8 +80,8 @@ def wanted_moments(optimizer: torch.optim.Optimizer, config: OptimizerConfig) ->
     # A moment has the shape of its parameter. Scalars, such as AdamW's step count, have the same shape for all parameters.
     moments: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
-        moments[number] = {
-            name: moment if moment.dim() == 0 else torch.empty_like(parameter, device="meta")
-            for name, moment in example_state.items()
-        }
+        like_parameter = torch.empty_like(parameter, device="meta")
+        moments[number] = {}
+        for name, example_moment in example_state.items():
+            moments[number][name] = example_moment if example_moment.dim() == 0 else like_parameter
     return moments

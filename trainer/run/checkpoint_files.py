@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+# Zeros in front keep the alphabetical order that of the steps, up to 99,999,999 steps.
 _NAME = re.compile(r"step_(\d{8,})\.pt")
 
 

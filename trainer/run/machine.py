@@ -29,6 +29,7 @@ def device_name(device: torch.device) -> str:
 def versions(device: torch.device) -> dict[str, str]:
     """Return the versions of Python, torch and Triton (if installed), on a GPU also of torch's CUDA and the driver."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
+    # Builds of torch for the CPU come without Triton.
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     if device.type == "cuda":

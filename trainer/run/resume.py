@@ -52,6 +52,7 @@ def resume(run: Run, sums: MetricSums) -> int:
 
     Raises InputError if the images, or settings that change the result, differ from those of the checkpoint."""
     content = _find_same(run, sums)
+    # All ranks have found the same step, so all of them start fresh or all of them resume.
     step = 0 if content is None else _restore(run, content, sums)
     if run.ranks.is_first:
         drop_quarantine_after(run.quarantine, step)

@@ -46,6 +46,7 @@ class Saver:
 
         On a GPU the copies are queued on the current stream, and the host only waits for the previous save. Raises
         TypeError if the content holds anything but tensors and plain values."""
+        # The memory of the host copy is free only after the previous save.
         waited = self._join()
         if waited > _SLOW_SECONDS:
             _log.warning("training waited %.1f s for the previous checkpoint to be written to %s", waited, self._folder)
@@ -106,14 +107,16 @@ class Saver:
             for event in copied:
                 event.synchronize()
             path = save_checkpoint(self._folder, content, self._keep_last, self._kept_steps)
+            seconds = time.perf_counter() - began
             self.failed_in_a_row = 0
             self._last_error = None
-            _log.info("saved %s (%.1f s)", path, time.perf_counter() - began)
+            _log.info("saved %s (%.1f s)", path, seconds)
         except OSError as error:
             self.failed_in_a_row += 1
             with self._lock:
                 self._unreported = error
                 self._last_error = error
+            # An error without a name does not tell the user which disk is full.
             error.filename = error.filename or str(checkpoint_path(self._folder, content["step"]))
             _log.error(
                 "the checkpoint of step %d was NOT saved: %s; %d save(s) in a row failed; %s",
@@ -130,6 +133,7 @@ def tensor_bytes(content: dict[str, Any]) -> int:
     """Return the total size of all tensors in bytes, which is about the size of the file."""
     sizes: list[int] = []
 
+    # `map_tensors` visits every tensor; the copy that it builds is not used.
     def count(path: tuple[Any, ...], tensor: Tensor) -> Tensor:
         sizes.append(tensor.numel() * tensor.element_size())
         return tensor
@@ -163,6 +167,7 @@ class HostCopy:
         """Copy the tensors of `content`. Returns the copy and one event for each GPU: wait for them before reading the copy.
 
         The copy is valid until the next call."""
+        # Memory of tensors that no longer exist is freed, because only the memory of this call is kept.
         memory: dict[tuple[Any, ...], Tensor] = {}
         devices: set[torch.device] = set()
 

@@ -51,7 +51,8 @@ def run_demo(run_dir: Path, seed: int, settings: Sequence[str]) -> int:
 
     # Report the figures, and draw the loss, the figures and the views.
     report = _report(trained, random, pixels)
-    report |= {"seed": seed, "seconds": round(time.time() - began, 1)}
+    seconds = round(time.time() - began, 1)
+    report |= {"seed": seed, "seconds": seconds}
     write_text(run_dir / "report.json", json.dumps(report, indent=1) + "\n")
     config = str(run_dir / "config.yaml")
     _wmse("preview", "--config", config, "--out", str(run_dir / "views.png"), "--images", "5")
@@ -74,7 +75,9 @@ def _wmse(*words: str, capture: bool = False) -> str:
     # Use one thread: such small operations gain little from more, and lose a lot on a busy machine (docs/measurements.md).
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     command = [sys.executable, "-m", "trainer", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True, env=env)
+    # The log of the command goes to stderr, so it stays visible while stdout is captured.
+    stdout = subprocess.PIPE if capture else None
+    done = subprocess.run(command, stdout=stdout, text=True, env=env)
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout or ""
@@ -101,7 +104,7 @@ def _draw(run_dir: Path, report: dict[str, Any]) -> Path:
     """Draw the loss, the accuracies, and the views that the encoder learnt from; return the path of the picture."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # draws into files, without a screen
     from matplotlib import pyplot as plt
 
     figure, (loss, bars, views) = plt.subplots(1, 3, figsize=(16, 5), width_ratios=(3, 3, 4))
@@ -116,11 +119,13 @@ def _draw(run_dir: Path, report: dict[str, Any]) -> Path:
 
     # Middle: two bars for each measure, untrained and trained.
     positions = range(len(_MEASURES))
-    for offset, prefix, label in ((-0.2, "random_", "untrained"), (0.2, "", "trained")):
+    encoders = ((-0.2, "random_", "untrained"), (0.2, "", "trained"))
+    for offset, prefix, label in encoders:
         places = [position + offset for position in positions]
         heights = [report[prefix + name] for name in _MEASURES]
         drawn = bars.bar(places, heights, 0.38, label=label)
         bars.bar_label(drawn, fmt="%.1f")
+    # A dotted line shows what k-NN reaches without an encoder.
     bars.axhline(report["pixels_knn_top1"], color="grey", linestyle=":", label="5-nn of raw pixels")
     bars.set(title="top-1, %", xticks=positions, xticklabels=_MEASURES.values(), ylim=(40, 100))
     bars.legend(loc="upper left")

@@ -36,6 +36,7 @@ def describe_run(run: Run) -> None:
     scaled = " with a scaled loss" if run.step.grad_scaler else ""
     _log.info("encoder and projector compute in %s%s, the loss in float32", precision, scaled)
 
+    # Collect all warnings before logging them, so that they stand together above the plan.
     warnings = [
         *setting_warnings(run.config, run.ranks.world_size, run.device),
         *plan_warnings(run.config, len(run.index)),
@@ -54,6 +55,7 @@ def describe_run(run: Run) -> None:
 def setting_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
     """Describe the settings that have no effect in this run, or that make it slow."""
     lines = _settings_of_other_methods(config)
+    # Each block below checks one setting against the device or another setting.
     on_gpu = device.type == "cuda"
     compiled = compiles(config, device)
     over_ranks = world_size > 1 and config.model.batch_norm_ranks == "all"
@@ -104,6 +106,7 @@ def evaluation_warnings(config: Config, index: Index) -> list[str]:
     index: index of the training split."""
     data = config.data
     root = Path(data.root).expanduser()
+    # A set, because both settings may name the same split.
     problems = set()
     for name in (data.probe_split, data.test_split):
         if name:

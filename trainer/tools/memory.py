@@ -108,8 +108,10 @@ def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
     # Bytes of weights, gradients and moments, in float32.
     weights = sum(p.numel() for p in networks.parameters())
     trained = sum(p.numel() for p in networks.parameters() if p.requires_grad)
+    # LARS has a momentum buffer, Adam two moments.
     moments = 1 if config.optimizer.name == "lars" else 2
-    state = 4 * (weights + trained * (1 + moments))
+    num_floats = weights + trained * (1 + moments)
+    state = 4 * num_floats
 
     # Bytes kept for backward, in the precision of a GPU.
     size = config.views.size

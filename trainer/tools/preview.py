@@ -89,8 +89,11 @@ def _fit(pixels: np.ndarray, size: int) -> np.ndarray:
     scale = size / max(image.size)
     width = max(1, round(image.width * scale))
     height = max(1, round(image.height * scale))
+    # Paste it into the centre.
     square = Image.new("RGB", (size, size), "white")
-    square.paste(image.resize((width, height)), ((size - width) // 2, (size - height) // 2))
+    left = (size - width) // 2
+    top = (size - height) // 2
+    square.paste(image.resize((width, height)), (left, top))
     return np.asarray(square)
 
 

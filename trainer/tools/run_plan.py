@@ -20,6 +20,7 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
     """Describe the plan of a run, with a line for each topic.
 
     Raises InputError if the settings do not fit the data set or the number of ranks."""
+    # An epoch has whole steps only. Its order changes, so each epoch leaves other images unused.
     images = config.data.images_per_step
     unit = indivisible_images(config)
     per_rank = images_of_rank(Ranks(0, world_size), images, unit).count
@@ -86,6 +87,7 @@ def _batch_norm_line(config: Config, world_size: int) -> str:
 
 
 def _method_lines(config: Config, per_rank: int, world_size: int) -> list[str]:
+    # Ranks that hold too few images for the loss join in a group.
     group = loss_group_size(per_rank, world_size, indivisible_images(config))
     together = f"; groups of {group} neighbouring ranks compute the loss together" if group > 1 else ""
     return [f"{config.method}: {line}{together}" for line in config.method_settings.plan_lines(config)]

@@ -60,6 +60,7 @@ def compare(config: Config, own: argparse.Namespace) -> dict[str, Any]:
         "loss": lambda seconds: _compare_losses(config, own.ranks, seconds),
         "optimizer": lambda seconds: compare_optimizers(config, seconds, device),
     }
+    # Refuse an unknown part before the first one is measured.
     chosen = own.only.split(",")
     unknown = [name for name in chosen if name not in parts]
     if unknown:

@@ -77,6 +77,7 @@ def _crop_of_pixels(image: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
 
 
 def _crop_of_file(encoded: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
+    # The decoder skips what lies outside the crop, but each view decodes the file once more.
     crop = fn.decoders.image_random_crop(
         encoded,
         random_area=recipe.crop_area,

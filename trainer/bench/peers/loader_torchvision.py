@@ -24,6 +24,7 @@ class TorchvisionViews(Dataset):
     def __init__(self, index: Index, recipe: ViewsConfig) -> None:
         self.index = index
         self.num_views = recipe.num_views
+        # The same augmentations as the recipe, in torchvision's implementation. Their random numbers differ from the plan's.
         jitter = v2.ColorJitter(recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue)
         blur = v2.GaussianBlur(recipe.blur_window, recipe.blur_sigma)
         self.transform = v2.Compose(
@@ -41,7 +42,8 @@ class TorchvisionViews(Dataset):
         return len(self.index)
 
     def __getitem__(self, i: int) -> list[torch.Tensor]:
-        image = Image.open(io.BytesIO(self.index.read(i))).convert("RGB")
+        encoded = io.BytesIO(self.index.read(i))
+        image = Image.open(encoded).convert("RGB")
         return [self.transform(image) for _ in range(self.num_views)]
 
 

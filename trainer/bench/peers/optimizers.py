@@ -25,6 +25,7 @@ def compare_optimizers(config: Config, seconds: float, device: torch.device) -> 
 
     Every update gets the same random gradients. They are copied before each update, outside the measured time, because some
     optimizers change them."""
+    # All optimizers get copies of the same gradients.
     made = optimizers(config, device)
     generator = torch.Generator(device).manual_seed(0)
     shapes = [p.shape for p in made["ours"][0].parameters()]
@@ -50,6 +51,7 @@ def optimizers(config: Config, device: torch.device) -> dict[str, tuple[nn.Modul
         "momentum": settings.momentum,
         "weight_decay": settings.weight_decay,
     }
+    # SGD has no layer-wise rates, so its time shows what they cost.
     lars = partial(timm.optim.Lars, trust_coeff=settings.trust_coefficient, **common)
     sgd = partial(torch.optim.SGD, **common)
     peers: dict[str, Callable[..., torch.optim.Optimizer]] = {

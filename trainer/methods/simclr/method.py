@@ -34,6 +34,7 @@ class SimCLR(Method):
         """Compute the contrastive loss. outputs: embeddings (R, k)."""
         candidates = outputs
         first_image = 0
+        # The loss group is all ranks, so an image has the same number in the candidates as in the step.
         if self._loss_group is not None:
             candidates = gather_candidates(outputs, self._num_views, self._loss_group)
             first_image = images.first

@@ -31,6 +31,7 @@ class SimCLRSettings(MethodSettings):
         """Describe the number of negatives."""
         images = config.data.images_per_step
         views = config.views.num_views
+        # The negatives of an embedding are the other images in both views of a pair.
         num_pairs = views * (views - 1) // 2
         pairs = f", averaged over {num_pairs} pairs of views" if views > 2 else ""
         return [f"contrastive loss: 1 positive and {2 * images - 2} negatives for each embedding{pairs}"]

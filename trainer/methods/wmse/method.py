@@ -62,12 +62,14 @@ class WMSE(Method):
             backend=settings.backend,
             cholesky_float64=settings.cholesky_float64,
         )
+        # The check of a view fails if any of its slices could not be whitened.
         ok = status.ok.unflatten(0, (num_views, -1)).all(1)
         return LossOutput(loss, ok, {"min_pivot": status.min_pivot.min()}, outputs)
 
     def permutations(self, step: int, images: ImageRange) -> Tensor:
         """Return the orders in which `images` of a step are cut into slices, (I, images) int64, on the device."""
         settings = self._config.wmse
+        # The only order is then the identity, which stays on the device from step to step.
         if settings.iterations == 1:
             if len(self._identity) != images.count:
                 self._identity = torch.arange(images.count, device=self._device)

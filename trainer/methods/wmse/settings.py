@@ -50,6 +50,7 @@ class WMSESettings(MethodSettings):
                 f"wmse.slice_size is {size} with model.embedding_size {k}: a slice needs more rows than columns, since "
                 f"its covariance is singular otherwise; set wmse.slice_size above {k}, the paper uses {2 * k}"
             )
+        # Propose the multiples of the slice size next to the given number.
         if images % size:
             below = max(images // size, 1) * size
             above = math.ceil(images / size) * size
