@@ -73,14 +73,13 @@ def test_runs_on_one_and_two_ranks_have_the_same_images_and_losses(
     lines = []
     for ranks, steps in ((1, 4), (2, 3)):
         run_dir = tmp_path / f"run{ranks}"
-        words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--log.every_steps", "2",
-                 "--log.tensorboard", "true",
-                 "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--wmse.iterations", "2",
-                 "--wmse.permutation_block", "16"]  # fmt: skip
-        for process in start([*words, "--max_steps", str(steps)], tmp_path, ranks=ranks):
+        arguments = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir,
+                     "--log.every_steps", "2", "--log.tensorboard", "true", "--model.batch_norm_ranks", "all",
+                     "--optimizer.name", "lars", "--wmse.iterations", "2", "--wmse.permutation_block", "16"]  # fmt: skip
+        for process in start([*arguments, "--max_steps", str(steps)], tmp_path, ranks=ranks):
             assert process.wait() == 0, process.output()
             assert "Warning" not in process.output()  # DDP warns if a gradient is not channels_last
-        assert main([*map(str, words), "--max_steps", "4"]) == 0
+        assert main([*map(str, arguments), "--max_steps", "4"]) == 0
         lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
     log = (tmp_path / "run2" / "log.txt").read_text()
     assert "groups of 2 neighbouring ranks compute the loss together" in log
@@ -95,8 +94,8 @@ def test_runs_on_one_and_two_ranks_have_the_same_images_and_losses(
 def test_a_batch_that_cannot_be_divided_among_the_ranks_is_refused(
     tiny_set: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
-    words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
-             "--data.images_per_step", "17", "--wmse.slice_size", "17"]  # fmt: skip
-    for process in start(words, tmp_path, ranks=2):
+    arguments = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
+                 "--data.images_per_step", "17", "--wmse.slice_size", "17"]  # fmt: skip
+    for process in start(arguments, tmp_path, ranks=2):
         assert process.wait() == 2
         assert "data.images_per_step is 17, which cannot be divided evenly among 2 ranks: use 34" in process.output()
