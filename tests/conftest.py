@@ -1,11 +1,10 @@
-"""What several tests share: small real sets made on the fly, and the photographs where they are at hand."""
+"""Fixtures and helpers that several tests share: a small image folder, a config that trains on it, a process group."""
 
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, before torch is loaded
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # small operations: more threads only wait for each other on a busy machine
+# The operations are small: on a busy machine more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import logging
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from PIL import Image
 if not torch.cuda.is_available():  # Triton kernels then run in its interpreter; must be set before they are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples each time: a change is judged by what it changes. --hypothesis-profile=explore draws new ones.
+# Hypothesis tries the same examples in every run, so that only a change of the code changes a test's outcome.
+# --hypothesis-profile=explore tries new ones.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("explore")
 settings.load_profile("same")
@@ -42,7 +42,7 @@ device: cpu
 
 
 def write_images(folder: Path, count: int, seed: int, size: tuple[int, int] = (40, 36)) -> None:
-    """`count` smooth random pictures as JPEG in an existing or new folder."""
+    """Write `count` smooth random images as JPEG files to `folder`; create the folder if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for i in range(count):
@@ -52,7 +52,7 @@ def write_images(folder: Path, count: int, seed: int, size: tuple[int, int] = (4
 
 @pytest.fixture(autouse=True, scope="module")
 def own_logging() -> Iterator[None]:
-    """A run inside the tests' process sets up logging; the next module's tests do not see that."""
+    """Restore the root logger after each module, because a run in this process sets up logging."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -64,7 +64,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image folder of two classes: train 2 x 24, val 2 x 8."""
+    """Return an image folder of two classes, with 2 x 24 images in train and 2 x 8 in val."""
     root = tmp_path_factory.mktemp("tiny_set")
     for split, count in (("train", 24), ("val", 8)):
         for number, name in enumerate(("cats", "dogs")):
@@ -74,7 +74,7 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_config(tmp_path: Path) -> Path:
-    """A config that trains on such a set in a second: 2 views of 32 px, 16 images a step, 3 epochs."""
+    """Return the path of a config that trains on `tiny_set` in a second: 2 views of 32 px, 16 images a step, 3 epochs."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     return path
@@ -82,7 +82,10 @@ def tiny_config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def group_of_one() -> Iterator[str]:
-    """A process group with this process alone: the way over ranks, without a second one."""
+    """Create a process group of this process alone, so that code for several ranks runs without a second one.
+
+    Return the name of the group.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD.group_name

@@ -1,9 +1,9 @@
-"""Breaks a run on purpose: a small tool for tests and for `make soak`. Nothing in trainer/ knows of it.
+"""Injects faults into runs, for tests and for `make soak`. Nothing in trainer/ imports it.
 
     code = start(["pretrain", ...], folder, Faults(kill_at_step=5))[0].wait()
 
-`start` runs the command line in processes of their own (ranks as srun would start them: only environment variables), forked
-from one that has imported everything, so that a start costs tenths of a second.
+`start` runs the command line in one process per rank. These are forked from a process that has imported everything, so that
+a start takes tenths of a second. As under srun, only environment variables tell the ranks apart.
 """
 
 from __future__ import annotations
@@ -29,41 +29,43 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, and when; steps count from 0, as in the plan."""
+    """The faults of a run and when they happen. Steps are counted from 0, as in the plan."""
 
     on_rank: int = NEVER
-    """The one rank that is struck; NEVER: every rank."""
+    """Rank in which the faults happen; NEVER: in every rank."""
     kill_at_step: int = NEVER
-    """SIGKILL when the views of this step are ready."""
+    """Step at which the process kills itself (SIGKILL), when its views are ready."""
     freeze_at_step: int = NEVER
-    """SIGSTOP."""
+    """Step at which the process stops itself (SIGSTOP)."""
     raise_at_step: int = NEVER
-    """An exception."""
+    """Step at which the loader raises a RuntimeError."""
     signal_at_step: tuple[int, int] = (NEVER, 0)
-    """(step, signal): the process sends it to itself."""
+    """(step, signal) that the process sends to itself."""
     kill_in_save: tuple[int, str] = (NEVER, "")
-    """(n, place): SIGKILL in the n-th save of this process, from 0; place: writing, fsync, rename, renamed."""
+    """(number, place): the process kills itself in this save, counted from 0. place: writing, fsync, rename, renamed."""
     full_disk: tuple[int, int] = (NEVER, NEVER)
-    """The n-th save of this process, from the first number up to but without the second, meets a full disk half way."""
+    """(first, end): the saves first..end-1 of this process, counted from 0, fail because the disk is full."""
     disk_errno: int = errno.ENOSPC
-    """ENOSPC: full; EDQUOT: quota."""
+    """Error of a full disk: ENOSPC, or EDQUOT for a quota."""
     poison: str = ""
-    """What is NaN in `poison_steps`: embeddings (of the last view), loss, gradient."""
+    """Value that is NaN in `poison_steps`: embeddings (of the last view), loss or gradient."""
     poison_steps: tuple[int, int] = (0, 0)
-    """First step and the one after the last."""
+    """(first, end): the steps first..end-1."""
     bad_reads: tuple[int, ...] = ()
-    """Images whose reading fails."""
+    """Images whose reads fail."""
     bad_read: str = "vanished"
-    """How: vanished, denied, io_error (always), io_error_once, cut, hangs."""
+    """How these reads fail: vanished, denied, io_error (always), io_error_once, cut (only 200 bytes), hangs."""
     bad_reads_after: int = 0
-    """Reads of this process that go well before any fails."""
+    """Number of reads of this process that succeed before any fails."""
     watch: str = ""
-    """File to which each step appends a line: step, memory in bytes, open files, threads. The memory is what the process
-    has made itself, since mapped files and shared pages come and go with other processes."""
+    """File to which each step appends a line: step, memory in bytes, number of open files, number of threads.
+
+    The memory is anonymous memory only, because mapped files and shared pages depend on other processes.
+    """
 
 
 def save_unchecked(folder: Path, content: dict[str, Any]) -> Path:
-    """Write a checkpoint as it is, whatever its weights hold."""
+    """Write a checkpoint without the checks of `save_checkpoint`, for example with weights that are not finite."""
     import torch
 
     from trainer.run.checkpoint import content_digest
@@ -75,7 +77,7 @@ def save_unchecked(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def install(faults: Faults) -> None:
-    """Put the faults into this process's trainer."""
+    """Install the faults in the trainer of this process, if it is a rank in which they happen."""
     rank = int(os.environ.get("RANK", 0))
     if faults.on_rank in (NEVER, rank):
         _break_steps(faults)
@@ -84,10 +86,11 @@ def install(faults: Faults) -> None:
         _break_reads(faults)
 
 
-_step_now = NEVER  # of the batch that was handed over last
+_step_now = NEVER  # step of the batch that the loader returned last
 
 
 def _break_steps(faults: Faults) -> None:
+    """Replace the loader's iteration by one in which the faults of steps happen."""
     from trainer.data.loader import Batch, ViewLoader
 
     plain = ViewLoader.__iter__
@@ -112,6 +115,7 @@ def _break_steps(faults: Faults) -> None:
 
 
 def _append_sizes(path: str, step: int) -> None:
+    """Append a line about this process to the file `Faults.watch`."""
     me = psutil.Process()
     status = Path("/proc/self/status").read_text().split()
     own_memory = 1024 * int(status[status.index("RssAnon:") + 1])
@@ -120,6 +124,7 @@ def _append_sizes(path: str, step: int) -> None:
 
 
 def _break_saves(faults: Faults) -> None:
+    """Replace the writing of checkpoints by one that fails or kills the process."""
     number, place = faults.kill_in_save
     if number == NEVER and faults.full_disk[0] == NEVER:
         return
@@ -129,7 +134,7 @@ def _break_saves(faults: Faults) -> None:
     saves = 0
 
     class File:
-        """A checkpoint's file, on a disk that is full or in a process that is killed."""
+        """File of a checkpoint, on a full disk or in a process that is killed while it writes."""
 
         def __init__(self, file: Any) -> None:
             self._file = file
@@ -170,6 +175,7 @@ def _break_saves(faults: Faults) -> None:
 
 
 def _break_numbers(faults: Faults) -> None:
+    """Replace the loss of W-MSE by one that is NaN in some steps."""
     if not faults.poison:
         return
     from trainer.methods.wmse import method
@@ -194,6 +200,7 @@ def _break_numbers(faults: Faults) -> None:
 
 
 def _break_reads(faults: Faults) -> None:
+    """Replace the index's reads by reads that fail for some images."""
     if not faults.bad_reads:
         return
     from trainer.data.index import Index
@@ -220,19 +227,19 @@ def _break_reads(faults: Faults) -> None:
     Index.read = read  # type: ignore[method-assign]
 
 
-def start(words: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:
-    """Start `wmse WORDS` once per rank, with `faults` installed; outputs go to files in `folder`.
+def start(arguments: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:
+    """Start `wmse ARGUMENTS` once per rank, with `faults` installed; outputs go to files in `folder`.
 
-    {rank} in a word becomes the rank.
+    {rank} in an argument is replaced by the rank.
     """
-    return start_ranks(_wmse, [faults or Faults(), *map(str, words)], folder, ranks)
+    return start_ranks(_wmse, [faults or Faults(), *map(str, arguments)], folder, ranks)
 
 
-def _wmse(faults: Faults, *words: str) -> int:
+def _wmse(faults: Faults, *arguments: str) -> int:
     install(faults)
     from trainer.cli import main
 
-    return main(list(words))
+    return main(list(arguments))
 
 
 def _as_command() -> int:

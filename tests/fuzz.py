@@ -1,9 +1,9 @@
-"""Damages tar shards and images at random and holds the commands to it: nothing is lost silently, no image ends a run.
+"""Damages tar shards and images at random and checks that no image is lost silently and that none ends a run.
 
     python -m tests.fuzz [--shards N] [--images N] [--seed S] [--out FILE.json]
 
-Shards: check-data beside GNU tar and Python's tarfile. Images: check-data, training without and with the decode cache, and
-evaluation must agree on which images can't be used. Exit code 1 where a promise was broken.
+Shards: check-data is compared with GNU tar and Python's tarfile. Images: check-data, training without and with the decode
+cache, and evaluation must agree on which images are unusable. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Contents = dict[str, bytes]
 
 
 def picture(rng: random.Random, mode: str = "RGB") -> Image.Image:
+    """Return a smooth image of random size, in this mode of Pillow."""
     small = Image.frombytes("RGB", (6, 5), rng.randbytes(90))
     return small.resize((rng.randrange(40, 160), rng.randrange(40, 160)), Image.Resampling.BICUBIC).convert(mode)
 
@@ -59,6 +60,7 @@ KINDS: list[tuple[str, str, dict[str, object]]] = [
 
 
 def encode(rng: random.Random, kind: tuple[str, str, dict[str, object]]) -> bytes:
+    """Return a random image as the bytes of a file. kind: an entry of KINDS (format, mode, options)."""
     format_name, mode, options = kind
     shown = picture(rng, "L" if mode == "I;16" else mode)
     if mode == "I;16":
@@ -68,7 +70,7 @@ def encode(rng: random.Random, kind: tuple[str, str, dict[str, object]]) -> byte
     return file.getvalue()
 
 
-# --- what happens to files ---
+# --- damage of files ---
 
 
 def flip_bits(rng: random.Random, data: bytes) -> bytes:
@@ -102,7 +104,7 @@ def join(rng: random.Random, data: bytes) -> bytes:
 
 
 def set_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Choose a place in the first 400 bytes, where headers are, as often as elsewhere."""
+    """Overwrite some bytes, half of them in the first 400 bytes, where the headers are."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 2, 4))):
         changed[rng.randrange(min(400, len(data)) if rng.random() < 0.5 else len(data))] = rng.choice(
@@ -137,7 +139,7 @@ IMAGE_DAMAGE = (flip_bits, set_bytes, cut, insert, drop, repeat, zero_tail)
 
 
 def make_shard(rng: random.Random) -> tuple[bytes, Contents]:
-    """A shard of pictures with labels, and its members."""
+    """Return a shard of images with labels, and its members."""
     contents: Contents = {}
     for i in range(SAMPLES):
         kind = rng.choice(KINDS[:3] + KINDS[5:8])
@@ -153,7 +155,7 @@ def make_shard(rng: random.Random) -> tuple[bytes, Contents]:
 
 
 def read_by_gnu_tar(shard: Path) -> Contents | None:
-    """Return what it extracts; None if it raises."""
+    """Return the members that GNU tar extracts; None if it reports an error."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(["tar", "-xf", shard, "-C", folder], capture_output=True, check=False, timeout=60)
         if done.returncode or done.stderr:
@@ -162,6 +164,7 @@ def read_by_gnu_tar(shard: Path) -> Contents | None:
 
 
 def read_by_tarfile(shard: Path) -> Contents | None:
+    """Return the members that Python's tarfile reads; None if it raises."""
     try:
         with tarfile.open(shard) as tar:
             return {m.name: tar.extractfile(m).read() for m in tar if m.isreg()}  # type: ignore[union-attr]
@@ -170,7 +173,7 @@ def read_by_tarfile(shard: Path) -> Contents | None:
 
 
 def read_by_this_program(shard: Path) -> Contents | None:
-    """Return images and labels as training reads them; None if check-data finds anything wrong."""
+    """Return images and labels as training reads them; None if check-data reports a problem."""
     report = check_data(shard.parent, threads=2)
     if report.bad or report.notes:
         return None
@@ -191,16 +194,18 @@ READERS: dict[str, Callable[[Path], Contents | None]] = {
 
 
 def judge(found: Contents | None, contents: Contents) -> str:
+    """Return the verdict on what a reader made of a damaged shard."""
     if found is None:
         return "named"
     if set(contents) - set(found):
-        return "members lost without a word"
+        return "members lost silently"
     if any(found[name] != data for name, data in contents.items()):
-        return "bytes of a member changed without a word"
+        return "bytes of a member changed silently"
     return "all read"
 
 
 def fuzz_shards(count: int, rng: random.Random) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Damage `count` shards. Return the number of each verdict by reader, and the checks that failed."""
     table = {name: Counter[str]() for name in READERS}
     broken = []
     for number in range(count):
@@ -221,6 +226,7 @@ def fuzz_shards(count: int, rng: random.Random) -> tuple[dict[str, dict[str, int
 
 
 def make_images(folder: Path, count: int, rng: random.Random) -> None:
+    """Write `count` images of two classes, most of them damaged."""
     for i in range(count):
         kind = rng.choice(KINDS)
         data = encode(rng, kind)
@@ -231,17 +237,20 @@ def make_images(folder: Path, count: int, rng: random.Random) -> None:
         path.write_bytes(data)
 
 
-def wmse(*words: object) -> tuple[int, str]:
-    command = [sys.executable, "-m", "trainer", *map(str, words)]
+def wmse(*arguments: object) -> tuple[int, str]:
+    """Run `wmse ARGUMENTS` and return the exit code and the output."""
+    command = [sys.executable, "-m", "trainer", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=3600)
     return done.returncode, done.stdout + done.stderr
 
 
 def numbers(names: list[str]) -> set[int]:
+    """Return the numbers of the images that these lines name."""
     return {int(found[0]) for name in names if (found := re.findall(r"\b(\d{5})\.", name))}
 
 
 def fuzz_images(count: int, rng: random.Random, folder: Path) -> tuple[dict[str, object], list[str]]:
+    """Damage images and run all commands on them. Return the result and the checks that failed."""
     make_images(folder / "set", count, rng)
     (folder / "tiny.yaml").write_text(TINY)
     common = ("--config", folder / "tiny.yaml", "--data.root", folder / "set", "--data.max_skipped_share", 1)
@@ -255,9 +264,9 @@ def fuzz_images(count: int, rng: random.Random, folder: Path) -> tuple[dict[str,
         ),
         "knn": ("knn", "--run_dir", folder / "plain", "--data.test_split", "train"),
     }
-    for name, words in commands.items():
+    for name, arguments in commands.items():
         began = time.monotonic()
-        codes[name], outputs[name] = wmse(*words)
+        codes[name], outputs[name] = wmse(*arguments)
         seconds[name] = round(time.monotonic() - began, 1)
     listed = numbers((folder / "set/.wmse_index/train.skipped.txt").read_text().splitlines())
     bad = {"check-data": numbers([line for line in outputs["check-data"].splitlines() if line.startswith("train/")])}
@@ -273,9 +282,9 @@ def fuzz_images(count: int, rng: random.Random, folder: Path) -> tuple[dict[str,
         for name, code in codes.items()
         if code != (name == "check-data")
     ]
-    # an epoch leaves out the images beyond its last whole step, two of them nearly none
+    # an epoch does not show the images beyond its last whole step; two epochs together show nearly all
     broken += [
-        f"{name}: bad, but check-data calls it sound: {sorted(found - bad['check-data'])}"
+        f"{name} skipped images that check-data accepts: {sorted(found - bad['check-data'])}"
         for name, found in bad.items()
         if found - bad["check-data"]
     ]
@@ -296,20 +305,20 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    own = parser.parse_args()
-    shards, broken = fuzz_shards(own.shards, random.Random(own.seed))
+    options = parser.parse_args()
+    shards, broken = fuzz_shards(options.shards, random.Random(options.seed))
     with tempfile.TemporaryDirectory() as folder:
-        images, more = fuzz_images(own.images, random.Random(own.seed + 1), Path(folder))
+        images, more = fuzz_images(options.images, random.Random(options.seed + 1), Path(folder))
     result = {
-        "seed": own.seed,
+        "seed": options.seed,
         "shards": shards,
         "images": images,
         "broken": broken + more,
         **provenance(torch.device("cpu")),
     }
     print(json.dumps(result, indent=1))
-    if own.out:
-        own.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if result["broken"] else 0
 
 

@@ -1,4 +1,4 @@
-"""Start ranks as processes forked from a server that has imported everything, so that a start takes tenths of a second."""
+"""Starts ranks as processes forked from a server that has imported everything, so that a start takes tenths of a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-# The commands import the heavy packages only when they need them, so the server has to be told to import them.
+# The commands import heavy packages only when they need them, so the server must be told to import them.
 _context.set_forkserver_preload(
     ["torch", "torch._dynamo", "nvidia.dali.ops", "jsonargparse", "rich.progress", "rich.table", "trainer.cli",
      "trainer.loop", "trainer.data.dali_graph", "trainer.methods.wmse.method", "trainer.evaluate.run"]
@@ -21,7 +21,7 @@ _context.set_forkserver_preload(
 
 
 class Started:
-    """The process of one rank."""
+    """Process of one rank."""
 
     def __init__(self, process: ForkServerProcess, log: Path) -> None:
         self._process = process
@@ -64,7 +64,7 @@ def start_ranks(
 ) -> list[Started]:
     """Start `sys.exit(function(*arguments))` once per rank; outputs go to files in `folder`.
 
-    As under a scheduler, only environment variables tell the ranks apart. {rank} in a text argument becomes the rank.
+    As under a scheduler, only environment variables tell the ranks apart. {rank} in a text argument is replaced by the rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -73,7 +73,7 @@ def start_ranks(
         world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         env = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in world.items()}} if ranks > 1 else {}
         log = folder / f"output-{time.monotonic_ns()}-{rank}.txt"
-        own = [word.replace("{rank}", str(rank)) if isinstance(word, str) else word for word in arguments]
+        own = [a.replace("{rank}", str(rank)) if isinstance(a, str) else a for a in arguments]
         process = _context.Process(target=_main, args=(function, own, env, str(log)))
         process.start()
         started.append(Started(process, log))
@@ -96,6 +96,7 @@ def wait_until(reached: Callable[[], bool], process: Started | None = None, seco
 
 
 def _main(function: Callable[..., object], arguments: Sequence[object], env: dict[str, str], log: str) -> None:
+    """Run `function` in the forked process, with stdout and stderr redirected to `log`."""
     os.environ |= env
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)

@@ -1,9 +1,10 @@
-"""Strikes runs over and over and compares each with the run that nothing happened to. `make soak` runs it for as long as asked.
+"""Injects faults into many runs and compares each with a run without faults. `make soak` runs it for a given time.
 
     python -m tests.soak [--minutes M] [--seed S] [--out FILE.json] [--docs FILE.md]
 
-Each scenario is a row of the table: how often it was tried, how many updates had to be made again, and whether the run ended
-as it should: bit for bit (one rank) or to rounding (a changing number of ranks). Exit code 1 where one did not.
+Each scenario is a row of the table: how often it was tried, how many updates were repeated, and whether the result was as
+expected. On one rank it must be equal bit for bit, on a changing number of ranks up to rounding. The exit code is 1 if a
+result was not as expected.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from trainer.files import write_text
 from trainer.run.machine import provenance
 
 MARK = "<!-- soak -->"
-STEPS = 9  # of TINY
-Words = list[str | Path]
+STEPS = 9  # of a run with TINY
+Arguments = list[str | Path]
 
 
 @dataclass
 class Row:
-    """One kind of fault over all its tries."""
+    """Results of one kind of fault over all tries."""
 
     fault: str
     injected: str
     expected: str
     tries: int = 0
     strikes: int = 0
-    """Times that a process was struck."""
+    """Number of injected faults."""
     updates_lost: list[int] = field(default_factory=list)
-    """Per strike: updates made that no checkpoint held."""
+    """For each fault, the number of updates that no checkpoint held."""
     wrong: list[str] = field(default_factory=list)
-    """What was not as expected."""
+    """Descriptions of the results that were not as expected."""
 
 
 class Soak:
-    """The small set, the unbroken runs, and one folder a try."""
+    """The image folder, the unbroken runs, and a new folder for each try."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.rng, self.tries = folder, random.Random(seed), 0
@@ -60,12 +61,12 @@ class Soak:
                 write_images(folder / "set" / split / name, count, seed=number + 10 * (split == "val"))
         (folder / "tiny.yaml").write_text(TINY)
         self.joint = ("--model.batch_norm_ranks", "all", "--optimizer.name", "lars")
-        self._finish(self.words(folder / "joint", *self.joint))
+        self._finish(self.arguments(folder / "joint", *self.joint))
         began = time.monotonic()
-        self._finish(self.words(folder / "whole"))
-        self.seconds = time.monotonic() - began  # of a run, from the start of its process to the end
+        self._finish(self.arguments(folder / "whole"))
+        self.seconds = time.monotonic() - began  # duration of a run with its process
 
-    def words(self, run_dir: Path, *more: str) -> Words:
+    def arguments(self, run_dir: Path, *more: str) -> Arguments:
         return ["pretrain", "--config", self.folder / "tiny.yaml", "--data.root", self.folder / "set", "--run_dir", run_dir,
                 "--checkpoint.every_steps", "2", *more]  # fmt: skip
 
@@ -73,18 +74,20 @@ class Soak:
         self.tries += 1
         return self.folder / f"run{self.tries}"
 
-    def _finish(self, words: Words, ranks: int = 1) -> None:
-        for process in start(words, self.folder, ranks=ranks):
+    def _finish(self, arguments: Arguments, ranks: int = 1) -> None:
+        for process in start(arguments, self.folder, ranks=ranks):
             assert process.wait(120) == 0, process.output()
 
-    def until_done(self, row: Row, words: Words, faults: Callable[[int], Faults | None], codes: set[int]) -> None:
-        """Start the command again and again, struck each time that `faults` says so, until it ends well."""
-        run_dir = Path(words[words.index("--run_dir") + 1])
+    def until_done(
+        self, row: Row, arguments: Arguments, faults: Callable[[int], Faults | None], codes: set[int]
+    ) -> None:
+        """Start the command repeatedly, with the faults of `faults(number of the start)`, until that is None."""
+        run_dir = Path(arguments[arguments.index("--run_dir") + 1])
         for number in range(100):
-            struck = faults(number)
-            (process,) = start(words, self.folder, struck)
+            injected = faults(number)
+            (process,) = start(arguments, self.folder, injected)
             code = process.wait(120)
-            if struck is None:
+            if injected is None:
                 if code:
                     row.wrong.append(f"exit code {code}: {process.output()[-300:]}")
                 return
@@ -95,7 +98,7 @@ class Soak:
 
 
 def _lost(run_dir: Path) -> int:
-    """Logged steps beyond the newest checkpoint."""
+    """Return the number of logged steps beyond the newest checkpoint."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     logged = [json.loads(line)["step"] for line in lines if line.endswith("}")]
@@ -104,7 +107,7 @@ def _lost(run_dir: Path) -> int:
 
 
 def compare(row: Row, run_dir: Path, whole: Path, *, exact: bool) -> None:
-    """The log lines and, where exact, the weights."""
+    """Compare the metrics of two runs and, if exact, their weights."""
     ours, theirs = metrics(run_dir), metrics(whole)
     if exact:
         if ours != theirs:
@@ -123,13 +126,13 @@ def compare(row: Row, run_dir: Path, whole: Path, *, exact: bool) -> None:
 
 def random_kill(soak: Soak, row: Row) -> None:
     run_dir = soak.run_dir()
-    words = soak.words(run_dir)
+    arguments = soak.arguments(run_dir)
     while True:
-        (process,) = start(words, soak.folder)
-        patience = soak.rng.uniform(0, soak.seconds) * (3 if row.strikes % 4 == 3 else 1)
+        (process,) = start(arguments, soak.folder)
+        seconds = soak.rng.uniform(0, soak.seconds) * (3 if row.strikes % 4 == 3 else 1)
         try:
-            code = process.wait(patience)
-        except TimeoutError:  # and killed it
+            code = process.wait(seconds)
+        except TimeoutError:  # `wait` has killed the process
             row.strikes += 1
             row.updates_lost.append(_lost(run_dir))
             continue
@@ -143,14 +146,14 @@ def kill_at_a_step(soak: Soak, row: Row) -> None:
     run_dir = soak.run_dir()
     steps = sorted(soak.rng.sample(range(STEPS), 2))
     strikes = [Faults(kill_at_step=step) for step in steps]
-    soak.until_done(row, soak.words(run_dir), lambda n: strikes[n] if n < 2 else None, {-signal.SIGKILL})
+    soak.until_done(row, soak.arguments(run_dir), lambda n: strikes[n] if n < 2 else None, {-signal.SIGKILL})
     compare(row, run_dir, soak.folder / "whole", exact=True)
 
 
 def kill_in_a_save(soak: Soak, row: Row) -> None:
     run_dir = soak.run_dir()
     strike = Faults(kill_in_save=(soak.rng.randrange(2), soak.rng.choice(["writing", "fsync", "rename", "renamed"])))
-    soak.until_done(row, soak.words(run_dir), lambda n: strike if n == 0 else None, {-signal.SIGKILL})
+    soak.until_done(row, soak.arguments(run_dir), lambda n: strike if n == 0 else None, {-signal.SIGKILL})
     compare(row, run_dir, soak.folder / "whole", exact=True)
 
 
@@ -158,29 +161,29 @@ def preempted(soak: Soak, row: Row) -> None:
     run_dir = soak.run_dir()
     number = soak.rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
     strike = Faults(signal_at_step=(soak.rng.randrange(STEPS - 3), number))
-    soak.until_done(row, soak.words(run_dir), lambda n: strike if n == 0 else None, {75})
+    soak.until_done(row, soak.arguments(run_dir), lambda n: strike if n == 0 else None, {75})
     compare(row, run_dir, soak.folder / "whole", exact=True)
 
 
 def changing_ranks(soak: Soak, row: Row) -> None:
-    """One, two, one rank; the middle two lose a rank on the way."""
+    """Run on one rank, on two, of which one is killed, and on one again."""
     run_dir, step = soak.run_dir(), soak.rng.randrange(3, 7)
-    words = soak.words(run_dir, *soak.joint)
-    soak._finish([*words, "--max_steps", "3"])
-    codes = [p.wait(120) for p in start(words, soak.folder, Faults(on_rank=1, kill_at_step=step), ranks=2)]
+    arguments = soak.arguments(run_dir, *soak.joint)
+    soak._finish([*arguments, "--max_steps", "3"])
+    codes = [p.wait(120) for p in start(arguments, soak.folder, Faults(on_rank=1, kill_at_step=step), ranks=2)]
     row.strikes += 1
     row.updates_lost.append(_lost(run_dir))
     if codes != [1, -signal.SIGKILL]:
         row.wrong.append(f"exit codes {codes}")
-    soak._finish([*words, "--max_steps", "8"], ranks=2)
-    soak._finish(words)
+    soak._finish([*arguments, "--max_steps", "8"], ranks=2)
+    soak._finish(arguments)
     compare(row, run_dir, soak.folder / "joint", exact=False)
 
 
 def full_disk(soak: Soak, row: Row) -> None:
     run_dir, first = soak.run_dir(), soak.rng.randrange(3)
     strike = Faults(full_disk=(first, first + 2), disk_errno=soak.rng.choice([errno.ENOSPC, errno.EDQUOT]))
-    (process,) = start(soak.words(run_dir), soak.folder, strike)
+    (process,) = start(soak.arguments(run_dir), soak.folder, strike)
     code = process.wait(120)
     row.strikes += 2
     if code or process.output().count("was NOT saved") != 2:
@@ -189,9 +192,9 @@ def full_disk(soak: Soak, row: Row) -> None:
 
 
 def torn_checkpoint(soak: Soak, row: Row) -> None:
-    """Cut, or one bit turned, after the run was stopped."""
+    """Truncate the newest checkpoint of a stopped run, or flip one of its bits."""
     run_dir = soak.run_dir()
-    soak._finish([*soak.words(run_dir), "--max_steps", "6"])
+    soak._finish([*soak.arguments(run_dir), "--max_steps", "6"])
     before, newest = sorted((run_dir / "checkpoints").glob("step_*.pt"))[-2:]
     data = bytearray(newest.read_bytes())
     if soak.rng.random() < 0.5:
@@ -201,16 +204,16 @@ def torn_checkpoint(soak: Soak, row: Row) -> None:
     newest.write_bytes(data)
     row.strikes += 1
     row.updates_lost.append(int(newest.stem[-8:]) - int(before.stem[-8:]))
-    soak._finish(soak.words(run_dir))
+    soak._finish(soak.arguments(run_dir))
     compare(row, run_dir, soak.folder / "whole", exact=True)
 
 
 def _whole_and_killed(soak: Soak, row: Row, faults: Faults, step: int) -> tuple[Path, Path]:
-    """Two runs struck by the same faults, the second also killed at `step` and started again."""
+    """Make two runs with the same faults; the second one is also killed at `step` and started again."""
     whole, run_dir = soak.run_dir(), soak.run_dir()
     killed = replace(faults, kill_at_step=step)
-    for where, struck, code in ((whole, faults, 0), (run_dir, killed, -signal.SIGKILL), (run_dir, faults, 0)):
-        (process,) = start(soak.words(where), soak.folder, struck)
+    for where, injected, code in ((whole, faults, 0), (run_dir, killed, -signal.SIGKILL), (run_dir, faults, 0)):
+        (process,) = start(soak.arguments(where), soak.folder, injected)
         if process.wait(120) != code:
             row.wrong.append(f"{where.name}: {process.output()[-300:]}")
         if code:
@@ -220,7 +223,7 @@ def _whole_and_killed(soak: Soak, row: Row, faults: Faults, step: int) -> tuple[
 
 
 def failing_files(soak: Soak, row: Row) -> None:
-    """The same images fail in a run and in one that is killed on the way."""
+    """The same images fail in a run and in one that is killed in between."""
     bad = tuple(soak.rng.sample(range(48), 3))
     how = soak.rng.choice(["vanished", "denied", "cut"])
     whole, run_dir = _whole_and_killed(soak, row, Faults(bad_reads=bad, bad_read=how), soak.rng.randrange(1, STEPS))
@@ -231,7 +234,7 @@ def failing_files(soak: Soak, row: Row) -> None:
 
 
 def failing_numbers(soak: Soak, row: Row) -> None:
-    """Two steps make no update, in a run and in one that is killed between or after them."""
+    """Two updates are skipped, in a run and in one that is killed between or after them."""
     first = soak.rng.randrange(1, 6)
     poison = Faults(poison=soak.rng.choice(["embeddings", "loss", "gradient"]), poison_steps=(first, first + 2))
     whole, run_dir = _whole_and_killed(soak, row, poison, soak.rng.randrange(first + 1, STEPS))
@@ -242,12 +245,12 @@ def failing_numbers(soak: Soak, row: Row) -> None:
 
 
 def hanging_rank(soak: Soak, row: Row) -> None:
-    """One that is frozen, or whose files hang: the other ends within the time-out, here 12 s, and so does the second kind."""
+    """A rank is frozen, or its reads hang. All ranks that are not frozen end within the time-out of 12 s."""
     run_dir, frozen = soak.run_dir(), soak.rng.random() < 0.5
     hangs = {"bad_reads": tuple(range(48)), "bad_read": "hangs", "bad_reads_after": soak.rng.randrange(24, 50)}
     strike = Faults(on_rank=1, **({"freeze_at_step": soak.rng.randrange(STEPS)} if frozen else hangs))
-    words, began = soak.words(run_dir, *soak.joint), time.monotonic()
-    first, second = start([*words, "--timeout_minutes", "0.2"], soak.folder, strike, ranks=2)
+    arguments, began = soak.arguments(run_dir, *soak.joint), time.monotonic()
+    first, second = start([*arguments, "--timeout_minutes", "0.2"], soak.folder, strike, ranks=2)
     code = first.wait(120)
     if frozen:
         second.kill()
@@ -256,7 +259,7 @@ def hanging_rank(soak: Soak, row: Row) -> None:
     ended = code == 1 and (frozen or second.wait(30) == 1)
     if not ended or time.monotonic() - began > 45:
         row.wrong.append(f"{run_dir.name}: exit code {code} after {time.monotonic() - began:.0f} s")
-    soak._finish(words, ranks=2)
+    soak._finish(arguments, ranks=2)
     compare(row, run_dir, soak.folder / "joint", exact=False)
 
 
@@ -281,7 +284,7 @@ SCENARIOS: list[tuple[Callable[[Soak, Row], None], Row]] = [
         full_disk,
         Row("disk full, or over quota", "ENOSPC or EDQUOT in two saves in a row", "logged, continues, bit for bit"),
     ),
-    (torn_checkpoint, Row("damaged checkpoint", "cut, or one bit turned", "named and skipped, bit for bit")),
+    (torn_checkpoint, Row("damaged checkpoint", "truncated, or one bit flipped", "skipped with its name, bit for bit")),
     (
         failing_files,
         Row("files vanish, are refused or cut", "3 of 48 images; SIGKILL", "named once, replaced alike, bit for bit"),
@@ -290,7 +293,7 @@ SCENARIOS: list[tuple[Callable[[Soak, Row], None], Row]] = [
 
 
 def main() -> int:
-    """Tries each scenario in turn until the time is over, at least once."""
+    """Try each scenario in turn until the time is over, at least once. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="how long (default 10); each scenario runs at least once"
@@ -324,7 +327,7 @@ def main() -> int:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the result as a Markdown table."""
     lines = [
         "| fault | how injected | tries | strikes | updates made again, mean (most) | should | did not |",
         "|---|---|---|---|---|---|---|",

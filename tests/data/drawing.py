@@ -1,4 +1,4 @@
-"""Plans, pictures and DALI views for the tests of plan, colour and views."""
+"""Helpers of the tests of plan, colour and views: they draw plans, make images and run the DALI graph."""
 
 import io
 
@@ -14,6 +14,7 @@ from trainer.distributed.ranks import ImageRange
 
 
 def draw_plan(recipe: ViewsConfig, num_images: int, seed: int = 1) -> Plan:
+    """Return the plan of a step that shows each of `num_images` images once."""
     planner = Planner(
         recipe, seed=seed, num_images=num_images, images_per_step=num_images, images=ImageRange(0, num_images)
     )
@@ -21,7 +22,7 @@ def draw_plan(recipe: ViewsConfig, num_images: int, seed: int = 1) -> Plan:
 
 
 def smooth_picture(seed: int, height: int, width: int) -> bytes:
-    """A PNG of coloured waves with a little noise, about as colourful as a photograph."""
+    """Return a PNG of coloured waves with a little noise, about as colourful as a photograph."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
     pixels = 128 + rng.normal(0, 6, (height, width, 3))
@@ -35,24 +36,24 @@ def smooth_picture(seed: int, height: int, width: int) -> bytes:
 
 
 def sizes(encoded: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Heights and widths, pixels."""
+    """Return the heights and the widths of encoded images, in pixels."""
     both = np.array([Image.open(io.BytesIO(data)).size for data in encoded])
     return both[:, 1], both[:, 0]
 
 
 def dali_views(encoded: list[bytes], plan: Plan, recipe: ViewsConfig) -> Tensor:
-    """(d, N, 3, S, S) uint8."""
+    """Return the views of a plan as DALI draws them, (d, N, 3, S, S) uint8."""
     return dali_run(encoded, recipe, view_arrays(plan, recipe, *sizes(encoded)))
 
 
 def dali_eval(encoded: list[bytes], recipe: ViewsConfig) -> Tensor:
-    """The centre crops, (N, 3, S, S) uint8."""
+    """Return the centre crops of an evaluation, (N, 3, S, S) uint8."""
     recipe = eval_recipe(recipe)
     return dali_run(encoded, recipe, eval_arrays(recipe, *sizes(encoded)))[0]
 
 
 def dali_run(encoded: list[bytes], recipe: ViewsConfig, arrays: list[np.ndarray]) -> Tensor:
-    """The graph's outputs for the arrays, (d, N, 3, S, S) uint8."""
+    """Run the DALI graph on the given arrays and return its outputs, (d, N, 3, S, S) uint8."""
     images = [np.frombuffer(data, np.uint8) for data in encoded]
     pipe = view_pipeline(recipe, len(encoded), Placement(None, 2, 1), lambda: [images, *arrays])
     views = torch.stack([torch.from_dlpack(output.as_tensor()).clone() for output in pipe.run()])

@@ -1,4 +1,4 @@
-"""The same plan drawn with torchvision: slow and obvious. Tests hold the DALI views to it; nothing else uses it."""
+"""The views of a plan drawn with torchvision: slow and obvious. Tests compare the DALI views with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INTERPOLATION = {"bicubic": F.InterpolationMode.BICUBIC, "bilinear": F.Interpol
 
 
 def reference_views(encoded: list[bytes], plan: Plan, recipe: ViewsConfig) -> torch.Tensor:
-    """Views (d, N, 3, S, S) uint8 of N encoded images."""
+    """Return the views of N encoded images, (d, N, 3, S, S) uint8."""
     images = [F.pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB")) for data in encoded]
     sizes = np.array([image.shape[1:] for image in images])
     windows = crop_windows(plan, recipe, sizes[:, 0], sizes[:, 1])
@@ -46,8 +46,10 @@ def _view(
 
 
 def _color(v: torch.Tensor, plan: Plan, row: int, view: int) -> torch.Tensor:
-    """In float, clamped to 0..1 by each operation and rounded once: torchvision's uint8 path cuts off the fraction
-    after each operation, which makes a picture darker by up to 1.5 levels."""
+    """Apply the colour operations of one view in float, clamp to 0..1 after each, and round once at the end.
+
+    torchvision's uint8 path truncates after each operation, which makes an image darker by up to 1.5 levels.
+    """
     x = F.to_dtype(v, torch.float32, scale=True)
     operations = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
     if plan.jitter[row, view]:

@@ -1,4 +1,4 @@
-"""check-data's work: every file read and decoded, every bad one named."""
+"""wmse check-data reads and decodes every file and names each one that can't be used."""
 
 import warnings
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer.errors import InputError
 JPEG = encoded("JPEG")
 
 
-def test_odd_files() -> None:
+def test_the_unusable_odd_files_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = check_data(shared("odd"))
@@ -24,7 +24,7 @@ def test_odd_files() -> None:
     assert all(problem for _, problem in report.bad)
 
 
-def test_folder_without_splits(tmp_path: Path) -> None:
+def test_a_folder_without_splits_is_checked(tmp_path: Path) -> None:
     files = {"a.jpg": JPEG, "x/y/b.png": damaged_png(), "x/c.txt": b"text", ".hidden": b"x", "x/.h/d.jpg": b"x"}
     (tmp_path / "x/y").mkdir(parents=True)
     (tmp_path / "x/loop").symlink_to(tmp_path / "x")
@@ -35,7 +35,9 @@ def test_folder_without_splits(tmp_path: Path) -> None:
     assert report.notes[1] == "split .: 1 files are not images and are skipped (x/c.txt)"
 
 
-def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_images_are_noted_and_are_not_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {
         "README.md": b"x",
         "labels.csv": b"x",
@@ -56,7 +58,7 @@ def test_files_beside_the_pictures_are_notes_and_no_faults(tmp_path: Path, capsy
     assert [name for name, _ in check_data(tmp_path).bad] == ["train/cat/c.jpg", "train/cat/d"]
 
 
-def test_one_split_of_a_folder(tmp_path: Path) -> None:
+def test_only_the_given_split_of_a_folder_is_checked(tmp_path: Path) -> None:
     make_folder(tmp_path, {"train/cat/a.jpg": b"", "val/cat/a.jpg": JPEG})
     assert check_data(tmp_path, splits=["val"]).bad == []
     assert check_data(tmp_path, splits=["train"]).bad == [("train/cat/a.jpg", "empty file")]
@@ -64,7 +66,7 @@ def test_one_split_of_a_folder(tmp_path: Path) -> None:
         check_data(tmp_path, splits=["test"])
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_shards_are_checked_by_split(tmp_path: Path) -> None:
     make_tar(
         tmp_path / "train-000000.tar", [("a.jpg", JPEG), ("a.cls", b"0"), ("b.png", damaged_png()), ("b.cls", b"0")]
     )
@@ -82,7 +84,7 @@ def test_shards(tmp_path: Path) -> None:
         check_data(tmp_path, splits=["test"])
 
 
-def test_prepared_set_and_its_index(tmp_path: Path) -> None:
+def test_a_damaged_index_of_a_prepared_set_is_named(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "s", {f"train/cat/{i}.jpg": encoded("JPEG", image(seed=i)) for i in range(4)})
     prepare(str(source), tmp_path / "dest", progress=False)
     assert check_data(tmp_path / "dest").bad == []
@@ -95,7 +97,7 @@ def test_prepared_set_and_its_index(tmp_path: Path) -> None:
     assert "not a usable index" in check_data(tmp_path / "dest").bad[0][1]
 
 
-def test_nothing_to_check(tmp_path: Path) -> None:
+def test_a_missing_or_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no files to check"):
         check_data(tmp_path)
     with pytest.raises(InputError, match="no such folder"):

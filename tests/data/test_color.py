@@ -1,4 +1,4 @@
-"""The colour matrices: each operation is torchvision's, the order is the plan's, hue turns by the angle that is meant."""
+"""The colour matrices do each operation as torchvision does, in the plan's order, and rotate hue by the right angle."""
 
 import colorsys
 import itertools
@@ -19,7 +19,7 @@ OPERATIONS = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adj
 
 
 def plan_of(factors: tuple, order=(0, 1, 2, 3), *, jitter: bool = True, gray: bool = False) -> Plan:
-    """A plan of one view."""
+    """Return a plan of one view of one image."""
     return draw_plan(ViewsConfig(num_views=1), 1)._replace(
         factors=np.array([[factors]], float),
         factor_order=np.array([[order]]),
@@ -29,26 +29,26 @@ def plan_of(factors: tuple, order=(0, 1, 2, 3), *, jitter: bool = True, gray: bo
 
 
 def apply(plan: Plan, pixels: torch.Tensor) -> torch.Tensor:
-    """A x + C m on (3, H, W), unclamped."""
+    """Return A x + C m for the pixels x, (3, H, W), and their mean m, without clamping."""
     a, c = (torch.from_numpy(x[0, 0]) for x in color_matrices(plan))
     return torch.einsum("ij,jhw->ihw", a, pixels) + (c @ pixels.mean((1, 2)))[:, None, None]
 
 
 def patch(low: float = 0.3, high: float = 0.6) -> torch.Tensor:
-    """Pixels that none of the factors below drives out of 0..1, where torchvision clamps."""
+    """Return pixels that stay within 0..1 under all factors below, because torchvision clamps beyond."""
     return low + (high - low) * torch.rand(3, 9, 11, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("value", [0.6, 1.0, 1.4])
 @pytest.mark.parametrize("which", [BRIGHTNESS, CONTRAST, SATURATION])
-def test_one_operation_is_torchvisions(which, value):
+def test_one_operation_equals_torchvision(which, value):
     factors = list(NEUTRAL)
     factors[which] = value
     expected = OPERATIONS[which](patch(), value)
     torch.testing.assert_close(apply(plan_of(factors), patch()), expected, atol=2e-6, rtol=0)
 
 
-def test_grey_is_torchvisions_and_comes_after_the_jitter():
+def test_grey_equals_torchvision_and_is_applied_after_the_jitter():
     brighter = F.adjust_brightness(patch(), 1.3)
     expected = F.rgb_to_grayscale(brighter, num_output_channels=3)
     torch.testing.assert_close(apply(plan_of((1.3, 1, 1, 0), gray=True), patch()), expected, atol=1e-4, rtol=0)
@@ -56,25 +56,25 @@ def test_grey_is_torchvisions_and_comes_after_the_jitter():
     torch.testing.assert_close(alone, F.rgb_to_grayscale(patch(), num_output_channels=3), atol=1e-4, rtol=0)
 
 
-def test_without_jitter_and_grey_nothing_changes():
+def test_without_jitter_and_grey_the_matrices_are_the_identity():
     a, c = color_matrices(plan_of((1.3, 0.7, 1.2, 0.1), jitter=False))
     np.testing.assert_array_equal(a[0, 0], np.eye(3))
     assert not c.any()
 
 
-def turn(pixels: torch.Tensor, hue: float) -> torch.Tensor:
-    """The rotation about (1, 1, 1), as the exponential of its generator."""
+def rotate_hue(pixels: torch.Tensor, hue: float) -> torch.Tensor:
+    """Rotate colours about (1, 1, 1), by the exponential of the rotation's generator. hue: in turns."""
     generator = torch.tensor([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / 3**0.5
     return torch.einsum("ij,jhw->ihw", torch.matrix_exp(2 * torch.pi * hue * generator), pixels)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_operations_apply_in_the_drawn_order(order):
-    """Without clamping, the first three commute with each other (a grey mean stays under saturation); with hue they don't."""
+    """The order shows where hue is involved: without clamping, the other three commute (saturation keeps the grey mean)."""
     values = (1.2, 0.6, 1.3, 0.15)
     expected = patch()
     for which in order:
-        expected = (*OPERATIONS[:HUE], turn)[which](expected, values[which])
+        expected = (*OPERATIONS[:HUE], rotate_hue)[which](expected, values[which])
     torch.testing.assert_close(apply(plan_of(values, order), patch()), expected, atol=1e-5, rtol=0)
     reverse = apply(plan_of(values, order[::-1]), patch())
     if order.index(HUE) in (0, 3):
@@ -82,7 +82,7 @@ def test_operations_apply_in_the_drawn_order(order):
 
 
 def angle(rgb: np.ndarray) -> np.ndarray:
-    """Degrees about the grey axis; red 0, green 120."""
+    """Return the angle of a colour about the grey axis in degrees; red is 0, green 120."""
     r, g, b = rgb
     return np.degrees(np.arctan2(np.sqrt(3) * (g - b), 2 * r - g - b))
 
@@ -94,12 +94,12 @@ def test_a_hue_of_a_tenth_is_36_degrees(rgb, hue):
     after = apply(plan_of((1, 1, 1, hue)), before)
     turned = angle(after.flatten().numpy()) - angle(np.array(rgb))
     assert (turned - 360 * hue + 180) % 360 - 180 == pytest.approx(0, abs=0.01)
-    assert after.mean().item() == pytest.approx(np.mean(rgb), abs=1e-6)  # grey stays what it is
+    assert after.mean().item() == pytest.approx(np.mean(rgb), abs=1e-6)
 
     h, s, v = colorsys.rgb_to_hsv(*rgb)
     hsv = np.array(colorsys.hsv_to_rgb((h + hue) % 1, s, v))
     np.testing.assert_allclose(F.adjust_hue(before, hue).flatten().numpy(), hsv, atol=1e-3)
-    # a hexagon's angle is a circle's to 1.2 degrees: both turn a colour alike, brightness apart
+    # An angle in the hexagon of HSV differs from that on a circle by at most 1.2 degrees, so both give the same hue.
     assert abs((angle(after.flatten().numpy()) - angle(hsv) + 180) % 360 - 180) < 2.5
     hue_after = colorsys.rgb_to_hsv(*after.flatten().tolist())[0]
     assert abs((hue_after - h - hue + 0.5) % 1 - 0.5) < 2.5 / 360
@@ -110,7 +110,7 @@ def test_grey_pixels_keep_their_value_under_hue_and_saturation():
     torch.testing.assert_close(apply(plan_of((1, 1, 1.7, 0.3)), gray), gray, atol=1e-4, rtol=0)
 
 
-def test_each_view_and_image_has_its_own_matrices():
+def test_each_view_of_each_image_has_different_matrices():
     a, _ = color_matrices(draw_plan(ViewsConfig(num_views=2, color_probability=1.0, gray_probability=0.0), 6))
     assert a.shape == (6, 2, 3, 3)
     assert a.dtype == np.float32

@@ -1,4 +1,4 @@
-"""Tar files that other programs silently read in part: every image is read, or the tar is refused."""
+"""A damaged tar file is refused, where other programs silently read only a part of its images."""
 
 import io
 import logging
@@ -28,10 +28,12 @@ MEMBERS = [
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Path:
+    """Return a sound shard of COUNT images and their labels."""
     return make_tar(tmp_path / "train-000000.tar", MEMBERS)
 
 
 def member_start(shard: Path, name: str) -> int:
+    """Return the position of a member's header in the shard, in bytes."""
     with tarfile.open(shard) as tar:
         return tar.getmember(name).offset
 
@@ -97,7 +99,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_a_tar_that_ends_before_its_file_does_is_refused(shard: Path, damage, message: str) -> None:
+def test_a_tar_of_which_only_a_part_could_be_read_is_refused(shard: Path, damage, message: str) -> None:
     damage(shard)
     with pytest.raises(InputError, match=message) as caught:
         open_index(shard.parent, "train")
@@ -107,14 +109,14 @@ def test_a_tar_that_ends_before_its_file_does_is_refused(shard: Path, damage, me
     assert message in report.bad[0][1]
 
 
-def test_check_data_reads_all_that_training_reads_of_a_prepared_set(tmp_path: Path) -> None:
-    """The index of a prepared set knows where the pictures are: training reads all of them, and so does check-data."""
+def test_check_data_reads_all_images_of_a_prepared_set_with_a_damaged_header(tmp_path: Path) -> None:
+    """The index of a prepared set knows the position of each image: training reads all of them, and so does check-data."""
     write_images(tmp_path / "source/train/c", COUNT, seed=0)
     prepare(str(tmp_path / "source"), tmp_path / "set", progress=False)
     shard = tmp_path / "set/train-000000.tar"
     with tarfile.open(shard) as tar:
         third = [member.name for member in tar if not member.name.endswith("cls")][2]
-    overwrite(shard, member_start(shard, third) + 150, b"9")  # of the checksum
+    overwrite(shard, member_start(shard, third) + 150, b"9")  # a digit of the checksum
     report = check_data(tmp_path / "set")
     assert report.checked == COUNT
     assert [name for name, _ in report.bad] == [shard.name, "train.index"]
@@ -132,7 +134,7 @@ def test_a_label_that_differs_from_the_index_is_named(tmp_path: Path) -> None:
     assert "1 of its images differ from those in the tars" in dict(check_data(tmp_path / "set").bad)["train.index"]
 
 
-def test_tars_of_usual_padding_are_read(shard: Path) -> None:
+def test_tars_with_usual_padding_are_read(shard: Path) -> None:
     whole = shard.read_bytes()
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
     for size in (end + 512, end + 1024, end + 1024 + 9 * 1024):
@@ -141,7 +143,7 @@ def test_tars_of_usual_padding_are_read(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--sparse", "--format=posix --sparse"])
-def test_a_sparse_picture_is_refused(tmp_path: Path, option: str) -> None:
+def test_a_sparse_image_file_is_refused(tmp_path: Path, option: str) -> None:
     with (tmp_path / "a.bmp").open("wb") as file:
         file.write(b"BM")
         file.seek(1 << 20)  # leaves a hole
@@ -156,7 +158,7 @@ def test_a_sparse_picture_is_refused(tmp_path: Path, option: str) -> None:
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 @pytest.mark.parametrize("name", ["b.jpg", "b.cls"])
-def test_a_picture_or_label_that_is_not_a_plain_file_is_refused(shard: Path, kind: bytes, name: str) -> None:
+def test_an_image_or_label_that_is_not_a_regular_file_is_refused(shard: Path, kind: bytes, name: str) -> None:
     with tarfile.open(shard, "a") as tar:
         link = tarfile.TarInfo(name)
         link.type, link.linkname = kind, "k00.jpg"
@@ -165,8 +167,10 @@ def test_a_picture_or_label_that_is_not_a_plain_file_is_refused(shard: Path, kin
         open_index(shard.parent, "train")
 
 
-def test_pictures_whose_names_have_two_dots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Beside a label of its own such a picture is surely meant to be read; else it may be a mask or a depth map."""
+def test_an_image_name_with_two_dots_is_refused_if_it_has_a_label_and_else_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a label such a file is surely an image of the set; without one it may be a mask or a depth map."""
     twin = [("img.1.cls", b"1"), ("img.1.jpg", PICTURES[1]), ("img.cls", b"0"), ("img.jpg", PICTURES[0])]
     make_tar(tmp_path / "train-000000.tar", twin)
     with pytest.raises(InputError, match=r"sample img .* ends at its first dot: rename files with more dots"):
@@ -178,7 +182,7 @@ def test_pictures_whose_names_have_two_dots(tmp_path: Path, caplog: pytest.LogCa
     assert "img.mask.png" in check_data(tmp_path).notes[0]
 
 
-def test_shards_without_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_without_a_label_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_tar(tmp_path / "train-000000.tar", [("0.jpg", PICTURES[0]), ("0.txt", b"x"), ("1.jpg", PICTURES[1])])
     index = open_index(tmp_path, "train")
     assert (index.labels.tolist(), index.class_names) == ([-1, -1], [])
@@ -197,7 +201,7 @@ def test_a_label_beyond_the_largest_number_of_classes_is_refused(tmp_path: Path)
         open_index(tmp_path, "train", max_classes=7)
 
 
-def test_a_compressed_shard_that_would_fill_the_disk_is_refused(
+def test_a_compressed_shard_that_does_not_fit_on_the_disk_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import gzip
@@ -214,7 +218,7 @@ def test_a_compressed_shard_that_would_fill_the_disk_is_refused(
     assert sorted(path.name for path in (tmp_path / ".wmse_index").iterdir()) == [".gitignore"]
 
 
-def test_the_command_names_the_tar_and_ends_with_1(shard: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_data_names_a_damaged_tar_and_exits_with_1(shard: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-data", str(shard.parent)]) == 0
     flip_a_bit_of_a_header(shard)
     assert main(["check-data", str(shard.parent)]) == 1
@@ -230,7 +234,7 @@ ODD_HEADERS = {
 
 
 @pytest.mark.parametrize("key", ODD_HEADERS)
-def test_pax_headers_that_can_not_be_right_are_one_message(tmp_path: Path, key: str) -> None:
+def test_invalid_pax_headers_give_a_short_message(tmp_path: Path, key: str) -> None:
     with tarfile.open(tmp_path / "train-000000.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         for name in ("a.jpg", "a.cls"):
             info = tarfile.TarInfo(name)
@@ -243,7 +247,7 @@ def test_pax_headers_that_can_not_be_right_are_one_message(tmp_path: Path, key: 
     assert len(report.bad[0][1]) < 500
 
 
-def test_a_size_beyond_any_file_is_refused(shard: Path) -> None:
+def test_a_member_size_beyond_any_file_is_refused(shard: Path) -> None:
     header = bytearray(tarfile.TarInfo("x.jpg").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = b"\x80" + b"\x7f" * 11
     header[148:156] = b" " * 8
@@ -260,7 +264,7 @@ def test_a_shard_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-def test_a_shard_that_seems_to_be_missing_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gap_in_the_shard_numbers_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in (0, 1, 4):
         make_tar(tmp_path / f"train-{number:06d}.tar", [(f"{number}.jpg", PICTURES[number]), (f"{number}.cls", b"0")])
     open_index(tmp_path, "train")
@@ -272,7 +276,7 @@ def test_a_shard_that_seems_to_be_missing_is_noted(tmp_path: Path, caplog: pytes
     assert "may be missing" in check_data(tmp_path).notes[0]
 
 
-def test_what_is_no_gzip_file_is_said(tmp_path: Path) -> None:
+def test_a_compressed_shard_that_is_not_gzip_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train-000000.tar.gz").write_bytes(b"no gzip")
     with pytest.raises(InputError, match=r"damaged or cut off: Not a gzipped file"):
         open_index(tmp_path, "train")

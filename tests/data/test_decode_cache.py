@@ -1,4 +1,4 @@
-"""Decoded images kept in memory: the same pixels as without, each file read once, nothing left behind."""
+"""The decode cache changes no pixel, reads each file once, and leaves nothing behind."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ EPOCH = 5  # steps
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    """20 pictures of several kinds and sizes; one of them is damaged in a way that only decoding shows."""
+    """Return an index of 20 images of several kinds and sizes; only decoding shows that one of them is damaged."""
     files = picture_files()
     names = sorted(files)
     files[names[1]] = encoded("WEBP", image(seed=50, height=18, width=44))
@@ -39,7 +39,9 @@ def loader(index: Index, cache: DecodeCache | None) -> ViewLoader:
     return ViewLoader(index, replace(RECIPE, order="color_first"), data, requests, **place)
 
 
-def test_the_same_pixels_and_each_file_read_once(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_keeps_the_pixels_and_reads_each_file_once(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = keep(loader(index, None))
     reads: list[int] = []
     read = Index.read
@@ -50,11 +52,11 @@ def test_the_same_pixels_and_each_file_read_once(index: Index, tmp_path: Path, m
     assert same(cached, plain)
 
 
-def test_ranks_of_a_node_share_it_and_it_has_no_name(index: Index, tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_share_the_cache_and_its_file_is_deleted(index: Index, tmp_path: Path) -> None:
     one = DecodeCache(index, tmp_path / "memory", create=True)
     other = DecodeCache(index, tmp_path / "memory", create=False)
     one.forget_name()
-    other.forget_name()  # each rank does, the second finds nothing
+    other.forget_name()  # each rank does this; the second finds the file deleted
     assert not list(tmp_path.iterdir())
     assert other.get(4) is None
     pixels = np.asarray(decode_rgb(index.read(4)))
@@ -66,7 +68,7 @@ def test_ranks_of_a_node_share_it_and_it_has_no_name(index: Index, tmp_path: Pat
     assert one.get(5) is None
 
 
-def test_a_set_that_does_not_fit_is_refused(index: Index) -> None:
+def test_a_set_larger_than_the_cache_is_refused(index: Index) -> None:
     gib = decoded_bytes(index) / 2**30
     assert decoded_bytes(index) == sum(np.asarray(decode_rgb(index.read(i))).nbytes for i in range(len(index)))
     check_cache_size(index, gib)
@@ -74,7 +76,7 @@ def test_a_set_that_does_not_fit_is_refused(index: Index) -> None:
         check_cache_size(index, gib * 0.999)
 
 
-def test_memory_that_is_not_there_is_told_and_leaves_nothing(
+def test_missing_shared_memory_is_an_error_that_leaves_no_file(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: int) -> None:
@@ -86,8 +88,8 @@ def test_memory_that_is_not_there_is_told_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_that_someone_laid_there_is_not_used(index: Index, tmp_path: Path) -> None:
-    """A leftover of a killed run is replaced; a link is never followed."""
+def test_a_leftover_file_is_replaced_and_a_link_is_refused(index: Index, tmp_path: Path) -> None:
+    """A killed run may leave a file behind. A link could be another user's."""
     (tmp_path / "memory").write_bytes(b"\1" * 10**6)
     assert DecodeCache(index, tmp_path / "memory", create=True).get(0) is None
     (tmp_path / "link").symlink_to(tmp_path / "memory")
@@ -95,7 +97,7 @@ def test_memory_that_someone_laid_there_is_not_used(index: Index, tmp_path: Path
         DecodeCache(index, tmp_path / "link", create=False)
 
 
-def test_a_failure_of_dali_blames_no_image(index: Index, tmp_path: Path) -> None:
+def test_a_failure_of_dali_with_a_cache_skips_no_image(index: Index, tmp_path: Path) -> None:
     views = loader(index, DecodeCache(index, tmp_path / "memory", create=True))
     batches = iter(views)
     next(batches)

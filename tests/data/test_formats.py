@@ -1,4 +1,4 @@
-"""Verdicts on files, and that DALI makes of the direct ones what Pillow does."""
+"""Each file is classified as direct, convert or bad, and DALI decodes the direct ones to the same pixels as Pillow."""
 
 import io
 import pickle
@@ -84,14 +84,14 @@ def as_pillow(data: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", DIRECT)
-def test_direct(name: str) -> None:
+def test_a_direct_file_is_recognised_with_its_size(name: str) -> None:
     info = inspect_image(DIRECT[name])
     assert info.kind == "direct"
     assert (info.height, info.width) == as_pillow(DIRECT[name]).shape[:2]
 
 
 @pytest.mark.parametrize("name", CONVERT)
-def test_convert_keeps_pillows_pixels(name: str) -> None:
+def test_conversion_keeps_the_pixels_that_pillow_decodes(name: str) -> None:
     info = inspect_image(CONVERT[name])
     assert info.kind == "convert"
     converted = to_direct(CONVERT[name])
@@ -101,7 +101,7 @@ def test_convert_keeps_pillows_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_is_named(name: str) -> None:
+def test_a_bad_file_has_a_problem_of_one_line(name: str) -> None:
     info = inspect_image(BAD[name])
     assert info.kind == "bad"
     assert info.problem
@@ -110,7 +110,7 @@ def test_bad_is_named(name: str) -> None:
         to_direct(BAD[name])
 
 
-def test_a_head_settles_only_what_is_direct() -> None:
+def test_the_first_bytes_classify_only_direct_files() -> None:
     photograph = encoded("JPEG", image(height=300, width=400), quality=95)
     assert len(photograph) > HEAD_BYTES
     assert inspect_head(photograph[:HEAD_BYTES]) == inspect_image(photograph)
@@ -119,32 +119,32 @@ def test_a_head_settles_only_what_is_direct() -> None:
     assert inspect_head(BAD["text"]) is None
 
 
-def test_every_cut_is_noticed() -> None:
-    """The last 25 bytes of a PNG hold no pixels: there decoding decides, but DALI never gets it as it is."""
+def test_a_truncated_file_is_never_direct() -> None:
+    """The last 25 bytes of a PNG hold no pixels: such a file may be converted, but DALI never gets it as it is."""
     for data in (JPEG, DIRECT["progressive"], PNG):
         assert {inspect_image(data[:length]).kind for length in range(len(data) - 25)} == {"bad"}
         assert "direct" not in {inspect_image(data[:length]).kind for length in range(len(data))}
 
 
-def test_broken_structure_that_decodes_is_converted() -> None:
-    """Pillow does not look at the checksum of pixels, DALI refuses the file."""
+def test_a_png_with_a_wrong_checksum_is_converted() -> None:
+    """Pillow ignores the checksum of the pixel data, while DALI refuses the file."""
     position = PNG.index(b"IDAT") + 4 + int.from_bytes(PNG[PNG.index(b"IDAT") - 4 : PNG.index(b"IDAT")], "big")
     wrong_checksum = PNG[:position] + b"\0\0\0\0" + PNG[position + 4 :]
     assert inspect_image(wrong_checksum).kind == "convert"
     np.testing.assert_array_equal(as_pillow(to_direct(wrong_checksum)), as_pillow(PNG))
 
 
-def test_stray_marker_among_the_pixels() -> None:
+def test_a_jpeg_with_a_stray_marker_is_not_direct() -> None:
     position = JPEG.index(b"\xff\xda") + 100
     stray = JPEG[:position] + b"\xff\xae\0\2" + JPEG[position:]
     assert inspect_image(stray).kind != "direct"
 
 
-def test_end_marker_in_what_follows_a_cut() -> None:
+def test_an_end_marker_behind_a_cut_does_not_hide_it() -> None:
     assert inspect_image(DIRECT["progressive"][:-200] + b"\xff\xd8\xff\xaejunk\xff\xd9").kind == "bad"
 
 
-def test_damage_inside_is_found_by_decoding() -> None:
+def test_damaged_pixel_data_are_found_by_decoding() -> None:
     damaged = damaged_png()
     assert inspect_image(damaged).kind == "direct"
     with pytest.raises(InputError, match="Error"):
@@ -152,7 +152,7 @@ def test_damage_inside_is_found_by_decoding() -> None:
     decode_rgb(PNG)
 
 
-def test_a_usual_file_takes_microseconds() -> None:
+def test_inspecting_a_file_takes_microseconds() -> None:
     assert min(timeit.repeat(lambda: inspect_image(JPEG), number=200, repeat=5)) / 200 < 100e-6  # 3 us measured
 
 
@@ -183,12 +183,12 @@ ODD = {
 }
 
 
-def test_odd_files() -> None:
+def test_odd_files_are_classified() -> None:
     found = {path.name: inspect_image(path.read_bytes()).kind for path in shared("odd").iterdir() if path.name in ODD}
     assert found == ODD
 
 
-# The decoder of a run's graph, in a process of its own: bytes that DALI cannot take may end it, whatever is caught.
+# This decodes as the graph of a run does, but in another process: DALI can crash on invalid bytes.
 DALI_PROGRAM = """
 import pickle, sys
 import numpy as np
@@ -214,16 +214,16 @@ pickle.dump((decoded, errors), sys.stdout.buffer)
 
 
 def decode_with_dali(files: list[bytes]) -> tuple[list[np.ndarray | None], list[str]]:
-    """RGB pixels of each file, None where DALI refuses it, and what it says of those."""
+    """Return the RGB pixels of each file, None for those that DALI refuses, and DALI's messages about these."""
     done = subprocess.run(
         [sys.executable, "-c", DALI_PROGRAM], input=pickle.dumps(files), capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return pickle.loads(done.stdout)  # noqa: S301 - of the program above
+    return pickle.loads(done.stdout)  # noqa: S301 - written by the program above
 
 
-def test_bytes_that_are_no_image_never_reach_the_decoder() -> None:
-    """The graph reads their shape first, even if the check of the structure let them through; a new graph goes on."""
+def test_invalid_bytes_never_reach_the_decoder() -> None:
+    """The graph refuses them when it reads their shape, even without the check of the structure. A new graph works."""
     pytest.importorskip("nvidia.dali")
     good = encoded("JPEG", image(height=400, width=300))
     bad = [b"<html>404</html>", good[:200], encoded("PNG")[:20], b"GIF89a", b"\xff\xd8\xff\xd9", b""]
@@ -234,7 +234,7 @@ def test_bytes_that_are_no_image_never_reach_the_decoder() -> None:
         assert "peek_image_shape" in error
 
 
-def test_dali_decodes_direct_and_converted_files_as_pillow_does() -> None:
+def test_dali_decodes_direct_and_converted_files_like_pillow() -> None:
     pytest.importorskip("nvidia.dali")
     names = [*DIRECT, *CONVERT]
     files = [*DIRECT.values(), *(to_direct(data) for data in CONVERT.values())]
@@ -243,8 +243,8 @@ def test_dali_decodes_direct_and_converted_files_as_pillow_does() -> None:
         np.testing.assert_array_equal(decoded, as_pillow(data), err_msg=name)
 
 
-def test_damaged_files_called_direct_are_safe() -> None:
-    """DALI lives on whatever is called direct; it refuses what Pillow refuses and decodes the rest to the same pixels."""
+def test_dali_survives_damaged_files_that_are_classified_as_direct() -> None:
+    """DALI refuses those that Pillow refuses, and decodes the others to the same pixels as Pillow."""
     pytest.importorskip("nvidia.dali")
     rng = np.random.default_rng(0)
     files = []

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the loader: whether its streams keep their order, and what its JPEG decoder refuses."""
+"""The loader on a GPU: its streams keep their order, and images that nvJPEG refuses do not end the run."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,10 +29,11 @@ PER_STEP, STEPS = 16, 60
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    sides = np.random.default_rng(0).integers(200, 500, (48, 2)).tolist()
+    """Return an index of 48 JPEG files of 200 to 500 px."""
+    sizes = np.random.default_rng(0).integers(200, 500, (48, 2)).tolist()
     files = {
         f"train/c/{i}.jpg": encoded("JPEG", image(seed=i, height=height, width=width))
-        for i, (height, width) in enumerate(sides)
+        for i, (height, width) in enumerate(sizes)
     }
     return open_index(make_folder(tmp_path_factory.mktemp("set"), files), "train")
 
@@ -53,8 +54,8 @@ def batches(index: Index) -> Iterator[Batch]:
     )
 
 
-def taken(index: Index, before: Callable[[], None]) -> list[Tensor]:
-    """The views of each step, copied by torch's stream; `before` is called before each batch is asked for."""
+def take_views(index: Index, before: Callable[[], None]) -> list[Tensor]:
+    """Return the views of each step, copied on torch's stream. Call `before` before each batch is requested."""
     views, source = [], batches(index)
     for _ in range(STEPS):
         before()
@@ -64,31 +65,33 @@ def taken(index: Index, before: Callable[[], None]) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def calm(index: Index) -> list[Tensor]:
-    """With nothing else on the device."""
-    return taken(index, torch.cuda.synchronize)
+def views_of_an_idle_device(index: Index) -> list[Tensor]:
+    """Return the views of a run that has the device to itself."""
+    return take_views(index, torch.cuda.synchronize)
 
 
-def different(a: list[Tensor], b: list[Tensor]) -> list[int]:
+def differing_steps(a: list[Tensor], b: list[Tensor]) -> list[int]:
     return [step for step, (x, y) in enumerate(zip(a, b, strict=True)) if not torch.equal(x, y)]
 
 
-def test_the_views_of_two_runs_are_the_same(index: Index, calm: list[Tensor]) -> None:
-    assert different(taken(index, torch.cuda.synchronize), calm) == []
-    assert len(torch.unique(torch.stack([views[0].flatten() for views in calm]), dim=0)) == STEPS
+def test_two_runs_give_the_same_views(index: Index, views_of_an_idle_device: list[Tensor]) -> None:
+    assert differing_steps(take_views(index, torch.cuda.synchronize), views_of_an_idle_device) == []
+    assert len(torch.unique(torch.stack([views[0].flatten() for views in views_of_an_idle_device]), dim=0)) == STEPS
 
 
-def test_a_consumer_that_is_far_behind_gets_its_own_views(index: Index, calm: list[Tensor]) -> None:
-    """Torch's stream stands still while DALI goes on, so each copy comes long after its batch was handed over."""
+def test_a_slow_consumer_gets_the_right_views(index: Index, views_of_an_idle_device: list[Tensor]) -> None:
+    """Torch's stream waits while DALI continues, so that each copy happens long after its batch was returned."""
 
-    def stand_still() -> None:
+    def delay_stream() -> None:
         torch.cuda._sleep(100_000_000)  # clocks, some 50 ms
 
-    assert different(taken(index, stand_still), calm) == []
+    assert differing_steps(take_views(index, delay_stream), views_of_an_idle_device) == []
 
 
-def test_views_are_the_same_beside_products_that_fill_the_device(index: Index, calm: list[Tensor]) -> None:
-    """The JPEG engine does not wait for the SMs: it writes too early where memory changes hands by a stream's order alone."""
+def test_views_are_the_same_while_matrix_products_fill_the_device(
+    index: Index, views_of_an_idle_device: list[Tensor]
+) -> None:
+    """The JPEG engine does not wait for the SMs, so it writes too early if only stream order protects the memory."""
     other, factor = torch.cuda.Stream(), torch.randn(8192, 8192, device=GPU, dtype=torch.bfloat16)
     product, found_busy = torch.empty_like(factor), []
     other.wait_stream(torch.cuda.current_stream())
@@ -96,27 +99,27 @@ def test_views_are_the_same_beside_products_that_fill_the_device(index: Index, c
     def multiply() -> None:
         found_busy.append(not other.query())
         with torch.cuda.stream(other):
-            for _ in range(40):  # of 1.1 TFLOP each
+            for _ in range(40):  # 1.1 TFLOP each
                 torch.mm(factor, factor, out=product)
 
-    assert different(taken(index, multiply), calm) == []
+    assert differing_steps(take_views(index, multiply), views_of_an_idle_device) == []
     assert sum(found_busy) > 0.8 * STEPS, "the products ended too early to be in the way"
 
 
-# --- what nvJPEG refuses ---
+# --- images that nvJPEG refuses ---
 
 PLAIN = encoded("JPEG", image(height=120, width=160))
 
 
 def with_sampling(data: bytes, component: int, factors: int) -> bytes:
-    """A JPEG whose frame claims other sampling factors for a component: 0x22 is twice as many samples across and down."""
+    """Replace a component's sampling factors in a JPEG's frame header. 0x22: twice as many samples across and down."""
     frame = data.index(b"\xff\xc0")
     position = frame + 11 + 3 * component
     return data[:position] + bytes([factors]) + data[position + 1 :]
 
 
-def scribbled(seed: int) -> bytes:
-    """Some bytes of the pixels' code are others."""
+def with_random_bytes(seed: int) -> bytes:
+    """Return the plain JPEG with five random bytes in its compressed pixel data."""
     data, rng = bytearray(PLAIN), np.random.default_rng(seed)
     start = PLAIN.index(b"\xff\xda") + 20
     for position in rng.integers(start, len(data) - 10, 5).tolist():
@@ -131,13 +134,13 @@ SOUND = {
     "restart after each row": encoded("JPEG", image(height=120, width=160), restart_marker_rows=1),
     "one pixel": encoded("JPEG", image(height=1, width=1)),
 }
-DAMAGED = {f"scribbled {seed}": scribbled(seed) for seed in range(12)} | {
+DAMAGED = {f"with_random_bytes {seed}": with_random_bytes(seed) for seed in range(12)} | {
     "samples that do not fit": with_sampling(PLAIN, 1, 0x12)
 }
 
 
-def test_what_nvjpeg_refuses_is_decoded_otherwise_or_replaced(tmp_path: Path) -> None:
-    """None of it ends the run. Sound images keep Pillow's pixels but for rounding."""
+def test_images_that_nvjpeg_refuses_are_decoded_by_pillow_or_replaced(tmp_path: Path) -> None:
+    """None of them ends the run. Sound images have Pillow's pixels up to rounding."""
     odd = {name: data for name, data in (SOUND | DAMAGED).items() if inspect_image(data).kind == "direct"}
     assert odd.keys() >= SOUND.keys()
     assert len(odd) >= 12, "the samples must get past the check of the structure"
@@ -145,7 +148,7 @@ def test_what_nvjpeg_refuses_is_decoded_otherwise_or_replaced(tmp_path: Path) ->
     files |= {f"train/c/z {i}.jpg": PLAIN for i in range(40 - len(files))}
     index = open_index(make_folder(tmp_path, files), "train")
     recipe = eval_recipe(ViewsConfig(num_views=1, size=32, eval_resize=32, interpolation="bilinear"))
-    one = ViewLoader(
+    loader = ViewLoader(
         index,
         recipe,
         DataConfig(max_skipped_share=1.0),
@@ -156,12 +159,12 @@ def test_what_nvjpeg_refuses_is_decoded_otherwise_or_replaced(tmp_path: Path) ->
         end_step=-(-len(index) // 8),
     )
     shown, means = [], []
-    for batch in one:
+    for batch in loader:
         shown += batch.image_ids.tolist()
         means += batch.views.float().mean((2, 3)).cpu().tolist()
     assert len(shown) == len(index)
     sound = [i for i in range(len(index)) if Path(index.name(i)).stem in SOUND]
-    assert not set(sound) & one.skipped.ids
+    assert not set(sound) & loader.skipped.ids
     for i in sound:
         assert shown[i] == i
         if Path(index.name(i)).stem != "one pixel":

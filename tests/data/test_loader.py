@@ -1,4 +1,4 @@
-"""The loader: the same batches however it is started, bad files replaced, errors raised, nothing left behind."""
+"""The loader gives the same batches however it is started, replaces unusable images, and raises errors at their step."""
 
 import io
 import json
@@ -32,6 +32,7 @@ WHOLE, PLAIN_SIZE = ImageRange(0, PER_STEP), (30, 40)
 
 
 def picture_files(count: int = IMAGES) -> dict[str, bytes]:
+    """Return `count` JPEG files of two classes, as path -> content."""
     height, width = PLAIN_SIZE
     return {
         f"train/c{i % 2}/{i:03d}.jpg": encoded("JPEG", image(seed=i, height=height, width=width)) for i in range(count)
@@ -40,6 +41,7 @@ def picture_files(count: int = IMAGES) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> Index:
+    """Return an index of 20 images."""
     return open_index(make_folder(tmp_path_factory.mktemp("set"), picture_files()), "train")
 
 
@@ -50,6 +52,7 @@ def planner(index: Index, rows: ImageRange = WHOLE) -> Planner:
 def loader(
     index: Index, *, rows=WHOLE, first=0, end=STEPS, threads=2, requests=None, kept=None, sizes=(), **data
 ) -> ViewLoader:
+    """Return a training loader of the steps first..end-1. rows: images of a step; data: further settings in DataConfig."""
     return ViewLoader(
         index,
         RECIPE,
@@ -66,6 +69,7 @@ def loader(
 
 
 def keep(batches) -> list[Batch]:
+    """Return all batches with copies of their views, because the loader overwrites its buffer."""
     return [batch._replace(views=batch.views.clone()) for batch in batches]
 
 
@@ -78,10 +82,11 @@ def same(a: list[Batch], b: list[Batch]) -> bool:
 
 @pytest.fixture(scope="module")
 def batches(index) -> list[Batch]:
+    """Return all batches of the default loader."""
     return keep(loader(index))
 
 
-def test_batches_are_the_plans_images_in_order(index, batches):
+def test_batches_hold_the_images_of_the_plan_in_order(index, batches):
     assert [b.step for b in batches] == list(range(STEPS))
     for batch in batches:
         np.testing.assert_array_equal(batch.image_ids, planner(index).plan(batch.step).image_ids)
@@ -94,18 +99,18 @@ def test_batches_are_the_plans_images_in_order(index, batches):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_threads_and_reading_ahead_change_nothing(index, batches, threads, ahead):
+def test_threads_and_reading_ahead_change_no_batch(index, batches, threads, ahead):
     assert same(keep(loader(index, threads=threads, read_ahead_steps=ahead)), batches)
 
 
 @pytest.mark.parametrize("depth", [1, 5])
-def test_dalis_queue_may_have_any_depth(index, batches, depth):
+def test_the_depth_of_the_dali_queue_changes_no_batch(index, batches, depth):
     assert same(keep(loader(index, prefetch_batches=depth)), batches)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_batch_is_taken_without_planning(index, monkeypatch, depth):
-    """The plan and its arrays are made by the preparing thread, ahead of need: none is due when a batch is asked for."""
+def test_plans_are_made_ahead_by_the_preparing_thread(index, monkeypatch, depth):
+    """Plan and arrays of a step are ready before its batch is requested, so that the request does not wait for them."""
     made: list[tuple[str, str, int]] = []
 
     def noted(name, function):
@@ -119,7 +124,8 @@ def test_a_batch_is_taken_without_planning(index, monkeypatch, depth):
     monkeypatch.setattr("trainer.data.loader.view_arrays", noted("arrays", view_arrays))
     iterator = iter(loader(index, read_ahead_steps=2, prefetch_batches=depth))
     for step in range(4):
-        last = step + depth + 1  # depth - 1 batches in DALI's queue beside the one taken, two being read
+        # besides the returned batch, DALI's queue holds depth - 1 batches, and two more are being read
+        last = step + depth + 1
         next(iterator)
         end = time.monotonic() + 10
         while len(made) < 2 * (last + 1) and time.monotonic() < end:
@@ -137,7 +143,7 @@ def test_a_loader_that_starts_later_gives_the_same_batches(index, batches, first
     assert same(keep(loader(index, first=first)), batches[first:])
 
 
-def test_the_ranks_rows_joined_are_one_processs(index, batches):
+def test_the_batches_of_two_ranks_joined_equal_those_of_one_process(index, batches):
     ranks = [keep(loader(index, rows=ImageRange(first, 2))) for first in (0, 2)]
     for joined, *parts in zip(batches, *ranks, strict=True):
         views = torch.cat([part.views.unflatten(0, (2, 2)) for part in parts], dim=1).flatten(0, 1)  # view-major
@@ -145,7 +151,7 @@ def test_the_ranks_rows_joined_are_one_processs(index, batches):
 
 
 def test_rows_are_view_major(index):
-    """Views are told apart by the flip alone: whole images, view 0 never flipped, view 1 always."""
+    """The views are whole images; view 0 is never flipped, and view 1 always."""
     recipe = replace(RECIPE, crop_area=(1.0, 1.0), crop_ratio=(4 / 3, 4 / 3))
     recipe = replace(recipe, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)
     plan = planner(index).plan(0)._replace(flip=np.tile([False, True], (PER_STEP, 1)))
@@ -158,16 +164,16 @@ def test_rows_are_view_major(index):
     assert (batch.views[4:].int() - batch.views[:4].int()).abs().float().mean() > 5
 
 
-def test_a_batch_stays_until_the_next_one(index, batches):
+def test_a_batch_is_valid_until_the_next_one(index, batches):
     iterator = iter(loader(index))
     first = next(iterator)
     assert torch.equal(first.views, batches[0].views)
     next(iterator)
-    assert torch.equal(first.views, batches[1].views), "a second buffer is held: say so where Batch is described"
+    assert torch.equal(first.views, batches[1].views), "the loader has a second buffer: update the docstring of Batch"
 
 
 class Outputs:
-    """Of DALI, for one batch: notes when each view is copied, and when nobody holds them any more."""
+    """DALI's outputs of one batch. They note when each view is copied and when the outputs are released."""
 
     def __init__(self, number: int, notes: list[str]) -> None:
         self.number, self.notes = number, notes
@@ -183,8 +189,8 @@ class Outputs:
         self.notes.append(f"drop {self.number}")
 
 
-def on_a_gpu(index: Index, monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> ViewLoader:
-    """A loader that believes to be on one: its buffer is the CPU's, and its events note what is done with them."""
+def loader_as_on_a_gpu(index: Index, monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> ViewLoader:
+    """Return a loader that works as on a GPU, with a buffer on the CPU and CUDA events that note each call."""
 
     class Event:
         def __init__(self, *, blocking: bool) -> None:
@@ -214,20 +220,20 @@ def on_a_gpu(index: Index, monkeypatch: pytest.MonkeyPatch, notes: list[str]) ->
     return one
 
 
-def test_a_gpus_outputs_are_given_back_after_their_copy(index, monkeypatch):
-    """DALI writes over what is let go of in the order of its own stream: the device must have copied it before."""
+def test_dali_outputs_on_a_gpu_are_released_after_their_copy(index, monkeypatch):
+    """DALI overwrites released outputs in the order of another stream, so the copy must have ended before."""
     notes: list[str] = []
-    one = on_a_gpu(index, monkeypatch, notes)
+    one = loader_as_on_a_gpu(index, monkeypatch, notes)
     for number in range(5):
         assert (one._collect(Outputs(number, notes), PER_STEP) == number).all()
     one._release_outputs(0)
     for number in range(5):
         own = [note for note in notes if note.endswith(f" {number}")]
         assert own == [*[f"copy {number}"] * RECIPE.num_views, *(f"{w} {number}" for w in ("record", "wait", "drop"))]
-    assert notes.index("wait 0") > notes.index("record 3"), "the host must not wait for the batch before"
+    assert notes.index("wait 0") > notes.index("record 3"), "the host must not wait for the previous batch"
 
 
-def test_a_gpu_has_few_dali_threads_and_room_for_the_largest_image(tmp_path, monkeypatch):
+def test_on_a_gpu_dali_has_few_threads_and_memory_for_the_largest_image(tmp_path, monkeypatch):
     sizes = [(30, 40), (20, 90), (70, 10), (200, 300)]  # height, width
     files = {f"train/c/{i}.jpg": encoded("JPEG", image(height=h, width=w)) for i, (h, w) in enumerate(sizes)}
     index = open_index(make_folder(tmp_path, files), "train")
@@ -294,12 +300,12 @@ ODD = {
     "cmyk jpeg": encoded("JPEG", image("CMYK", 40, 30), quality=95),
     "palette png": encoded("PNG", image("RGB", 40, 30).quantize(16)),
     "alpha png": encoded("PNG", image("RGBA", 40, 30)),
-    "16-bit png": png_16_bit(),  # DALI's own idea of it is another
+    "16-bit png": png_16_bit(),  # DALI alone decodes it to other pixels than Pillow
     "webp": encoded("WEBP", image("RGB", 40, 30)),
 }
 
 
-def test_pictures_of_any_kind_are_pillows_rgb(tmp_path):
+def test_images_of_any_kind_have_the_rgb_pixels_of_pillow(tmp_path):
     make_folder(tmp_path, {f"train/c/{name}.jpg": data for name, data in ODD.items()})
     index = open_index(tmp_path, "train")
     (batch,) = keep(evaluation(index, np.arange(len(index)), len(index)))
@@ -309,7 +315,7 @@ def test_pictures_of_any_kind_are_pillows_rgb(tmp_path):
         assert (view.float() - F.pil_to_tensor(expected).float()).abs().mean() < 0.6, index.name(i)
 
 
-# --- bad files ---
+# --- unusable images ---
 
 GOOD = picture_files(1)["train/c0/000.jpg"]
 BAD = {
@@ -325,8 +331,11 @@ def entries(kept: Path) -> list[dict]:
     return [json.loads(line) for line in kept.read_text().splitlines()]
 
 
-def spoilt(folder: Path, spoil: dict[int, bytes | None], count: int = IMAGES) -> Index:
-    """A set whose files were good when it was indexed (a PNG's header had its size), and changed or vanished since."""
+def index_of_spoilt_files(folder: Path, spoil: dict[int, bytes | None], count: int = IMAGES) -> Index:
+    """Return an index whose images were usable when it was built, and then changed or vanished.
+
+    spoil: image -> new content; None deletes the file. A PNG is there from the start: its header is sound.
+    """
     files = picture_files(count)
     names = dict(enumerate(sorted(files)))
     header_only = {names[i]: data for i, data in spoil.items() if data and data.startswith(b"\x89PNG")}
@@ -341,9 +350,9 @@ def spoilt(folder: Path, spoil: dict[int, bytes | None], count: int = IMAGES) ->
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_file_is_named_once_and_replaced_by_the_next(tmp_path, kind):
+def test_an_unusable_image_is_quarantined_once_and_replaced_by_the_next(tmp_path, kind):
     data, problem = BAD[kind]
-    index, kept = spoilt(tmp_path, {7: data}), tmp_path / "quarantine.jsonl"
+    index, kept = index_of_spoilt_files(tmp_path, {7: data}), tmp_path / "quarantine.jsonl"
     got = keep(loader(index, kept=kept))
     (entry,) = entries(kept)
     first = next(batch.step for batch in got if 7 in planner(index).plan(batch.step).image_ids)
@@ -360,10 +369,10 @@ def test_a_bad_file_is_named_once_and_replaced_by_the_next(tmp_path, kind):
         assert same(keep(loader(index, first=first, threads=1)), got[first:])
 
 
-def test_a_vanished_file_and_bad_neighbours(tmp_path):
-    """Replacements may be bad too, at the end of the set as well; each is named once, by whichever reader came upon it."""
+def test_an_unusable_replacement_is_replaced_too(tmp_path):
+    """This holds at the end of the set too. Each image is quarantined once, whichever thread finds it."""
     spoil = {5: None, 6: b"", 7: damaged_png(), 8: b"x", 19: None, 0: None}
-    index, kept = spoilt(tmp_path, spoil), tmp_path / "quarantine.jsonl"
+    index, kept = index_of_spoilt_files(tmp_path, spoil), tmp_path / "quarantine.jsonl"
     got = keep(loader(index, kept=kept, threads=3))
     assert sorted(entry["id"] for entry in entries(kept)) == sorted(spoil)
     assert "No such file" in next(entry["problem"] for entry in entries(kept) if entry["id"] == 5)
@@ -375,7 +384,7 @@ def test_a_vanished_file_and_bad_neighbours(tmp_path):
 
 
 def fails_in_steps(index: Index, image_id: int, steps: range, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A file that can't be read while those steps are prepared, and can before and after; returns the reads asked for."""
+    """Make an image unreadable while the given steps are prepared. Return the list of all reads."""
     now, asked, read, plan = [0], [], index.read, Planner.plan
 
     def plan_and_note(self: Planner, step: int):
@@ -393,8 +402,8 @@ def fails_in_steps(index: Index, image_id: int, steps: range, monkeypatch: pytes
     return asked
 
 
-def test_a_resumed_run_replaces_what_the_unbroken_one_did(index, tmp_path, monkeypatch):
-    """Though the file can be read again by then. One that resumes from before the fault finds it itself, or not."""
+def test_a_resumed_run_replaces_the_same_images_as_the_unbroken_one(index, tmp_path, monkeypatch):
+    """The image stays replaced although the file is readable again. A run that resumes before the fault meets it again."""
     steps = [step for step in range(STEPS) if 7 in planner(index).plan(step).image_ids]
     assert len(steps) >= 3, "the plan must ask for the image before, at and after the fault"
     kept = tmp_path / "quarantine.jsonl"
@@ -416,10 +425,10 @@ def test_a_resumed_run_replaces_what_the_unbroken_one_did(index, tmp_path, monke
     assert [entry["step"] for entry in entries(kept)] == [steps[1]]
 
 
-def test_other_numbers_of_ranks_see_the_same_set(tmp_path):
-    """Two ranks find what they meet and write to one file; one rank, or four, go on as an unbroken run of one."""
+def test_resuming_on_another_number_of_ranks_skips_the_same_images(tmp_path):
+    """Two ranks write what they find to one file; then one rank, or four, continue like an unbroken run on one rank."""
     spoil = dict.fromkeys((2, 9, 13, 14))
-    index, kept = spoilt(tmp_path, spoil), tmp_path / "quarantine.jsonl"
+    index, kept = index_of_spoilt_files(tmp_path, spoil), tmp_path / "quarantine.jsonl"
     one = keep(loader(index))
     for rows in (ImageRange(0, 2), ImageRange(2, 2)):
         keep(loader(index, rows=rows, end=6, kept=kept))
@@ -433,15 +442,15 @@ def test_other_numbers_of_ranks_see_the_same_set(tmp_path):
             np.testing.assert_array_equal(batch.image_ids, whole.image_ids[rows.first :][: rows.count])
 
 
-def test_the_run_stops_where_too_many_are_bad(tmp_path):
-    index, kept = spoilt(tmp_path, dict.fromkeys(range(0, 240, 2)), 240), tmp_path / "quarantine.jsonl"
+def test_too_many_unusable_images_end_the_run(tmp_path):
+    index, kept = index_of_spoilt_files(tmp_path, dict.fromkeys(range(0, 240, 2)), 240), tmp_path / "quarantine.jsonl"
     with pytest.raises(
         InputError, match=r"25 of the 240 images of the set can't be used \(10.42%, more than .* 10.00%"
     ):
         keep(loader(index, kept=kept, end=1000, max_skipped_share=0.1))
-    assert 25 <= len(entries(kept)) < 35  # what readers have in hand when the error is raised is still named
-    few = spoilt(tmp_path / "few", dict.fromkeys(range(9), b""))
-    assert len(keep(loader(few, max_skipped_share=0.0))) == STEPS  # nine bad files of any set are no reason to stop
+    assert 25 <= len(entries(kept)) < 35  # other threads may still add those that they are reading
+    few = index_of_spoilt_files(tmp_path / "few", dict.fromkeys(range(9), b""))
+    assert len(keep(loader(few, max_skipped_share=0.0))) == STEPS  # nine unusable images never end a run
 
 
 def test_the_images_read_are_counted(index):
@@ -450,7 +459,7 @@ def test_the_images_read_are_counted(index):
     assert one.skipped.images_read == STEPS * PER_STEP
 
 
-def test_what_a_reader_waits_for_can_be_asked(index, monkeypatch):
+def test_the_loader_names_the_files_that_its_threads_wait_for(index, monkeypatch):
     go_on, read, seen = threading.Event(), index.read, []
 
     def hang(i: int) -> bytes:
@@ -474,8 +483,8 @@ def test_what_a_reader_waits_for_can_be_asked(index, monkeypatch):
     assert one.waiting_for() == []
 
 
-def test_a_set_without_one_good_image_is_refused(tmp_path):
-    index = spoilt(tmp_path, dict.fromkeys(range(IMAGES)))
+def test_a_set_without_a_usable_image_is_refused(tmp_path):
+    index = index_of_spoilt_files(tmp_path, dict.fromkeys(range(IMAGES)))
     with pytest.raises(InputError, match="no image of the set"):
         keep(loader(index, max_skipped_share=1.0))
     with pytest.raises(InputError, match=r"(1\d|20) of the 20 images of the set"):
@@ -483,10 +492,10 @@ def test_a_set_without_one_good_image_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_process_survives_the_nastiest_bytes(tmp_path):
-    """Each alone ends a process whose decoder gets it; a process of its own runs, so that a crash is a failure here."""
+def test_no_bytes_of_an_image_crash_the_process(tmp_path):
+    """Each of these crashes a process that decodes it. A child process loads them, so that a crash fails the test."""
     spoil = {2: b"\xff\xd8\xff\xd9", 4: b"GIF89a", 6: GOOD[:100], 9: damaged_png(), 11: b"", 13: b"<html>"}
-    spoilt(tmp_path, spoil)
+    index_of_spoilt_files(tmp_path, spoil)
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_loader import *\n"
@@ -497,14 +506,15 @@ def test_the_process_survives_the_nastiest_bytes(tmp_path):
     assert done.stdout.split() == [str(STEPS), str(len(spoil))]
 
 
-# --- errors and the end ---
+# --- errors and shutdown ---
 
 
 def own_threads() -> list[str]:
+    """Return the names of the loaders' threads that are alive."""
     return [t.name for t in threading.enumerate() if t.name.startswith(("read", "prepare"))]
 
 
-def test_a_loader_closed_early_leaves_no_threads(index):
+def test_closing_a_loader_early_ends_its_threads(index):
     iterator = iter(loader(index, read_ahead_steps=4))
     next(iterator)
     assert own_threads()
@@ -517,8 +527,8 @@ class BrokenError(RuntimeError):
 
 
 @pytest.mark.parametrize("error", [BrokenError("disk on fire"), MemoryError(), InputError("no"), StopAsyncIteration()])
-def test_an_error_of_a_reader_is_raised_at_its_step(index, batches, error):
-    """A RuntimeError too, which DALI's own failures are as well; the batches before it are handed over."""
+def test_an_error_while_reading_is_raised_at_its_step(index, batches, error):
+    """The batches before it are returned. A RuntimeError is not mistaken for a failure of DALI, which has this type."""
     planned = train_requests(planner(index))
 
     def requests(step: int) -> Request:
@@ -534,7 +544,7 @@ def test_an_error_of_a_reader_is_raised_at_its_step(index, batches, error):
 
 
 def fails_in_step(step: int, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """DALI fails so often when the batch of that step is due, of which it had all images; returns the steps it ran."""
+    """Make DALI fail `times` times at the given step, after it has received all images. Return the steps that it ran."""
     ran: list[int] = []
 
     class Pipeline:
@@ -555,8 +565,8 @@ def fails_in_step(step: int, times: int, monkeypatch: pytest.MonkeyPatch) -> lis
     return ran
 
 
-def test_a_batch_that_fails_once_is_decoded_by_pillow(index, batches, monkeypatch, caplog):
-    """Though DALI decodes each of its images alone. What it can't do is said, and costs neither an image nor the run."""
+def test_a_batch_on_which_dali_fails_once_is_decoded_by_pillow(index, batches, monkeypatch, caplog):
+    """DALI decodes each image alone, but fails on the batch. The log says so; no image is skipped, and the run continues."""
     ran = fails_in_step(3, 1, monkeypatch)
     one = loader(index)
     assert same(keep(one), batches)
@@ -568,7 +578,7 @@ def test_a_batch_that_fails_once_is_decoded_by_pillow(index, batches, monkeypatc
     assert "nvJPEG error 6\\nStacktrace" in record.getMessage()
 
 
-def test_a_batch_that_fails_again_ends_the_run(index, batches, monkeypatch):
+def test_a_batch_on_which_dali_fails_twice_ends_the_run(index, batches, monkeypatch):
     ran, got = fails_in_step(3, 2, monkeypatch), []
     with pytest.raises(RuntimeError, match="DALI failed in step 3, though every image decodes: nvJPEG error 6"):
         got.extend(b._replace(views=b.views.clone()) for b in loader(index))
@@ -577,8 +587,8 @@ def test_a_batch_that_fails_again_ends_the_run(index, batches, monkeypatch):
     assert own_threads() == []
 
 
-def test_a_failure_of_dali_itself_is_not_taken_for_a_bad_image(index):
-    """Inputs that no image explains: the loader must say so, and not try for ever."""
+def test_a_failure_of_dali_without_an_unusable_image_ends_the_run(index):
+    """The inputs are wrong for every image: the loader raises an error and does not retry forever."""
     broken = Request(np.arange(4), lambda heights, widths: [np.zeros((4, 2), np.float32)] * 12)
     with pytest.raises(RuntimeError, match="DALI failed in step 0, though every image decodes"):
         keep(loader(index, requests=lambda step: broken))
@@ -588,12 +598,12 @@ def test_a_failure_of_dali_itself_is_not_taken_for_a_bad_image(index):
 SIZES = ((0, 8), (5, 16))  # first step, size
 
 
-def with_sides(index: Index, first: int = 0) -> list[Batch]:
+def batches_of_growing_views(index: Index, first: int = 0) -> list[Batch]:
     return keep(loader(index, first=first, requests=train_requests(planner(index), SIZES), sizes=SIZES))
 
 
-def test_early_views_are_the_same_ones_drawn_smaller(index, batches):
-    found = with_sides(index)
+def test_early_views_are_the_same_views_at_a_smaller_size(index, batches):
+    found = batches_of_growing_views(index)
     assert [b.views.shape[-1] for b in found] == [8] * 5 + [16] * (STEPS - 5)
     assert same(found[5:], batches[5:])
     for small, large in zip(found[:5], batches[:5], strict=True):
@@ -603,11 +613,11 @@ def test_early_views_are_the_same_ones_drawn_smaller(index, batches):
 
 
 @pytest.mark.parametrize("first", [3, 5, 7])
-def test_a_restart_finds_the_side_of_its_step(index, first):
-    assert same(with_sides(index, first), with_sides(index)[first:])
+def test_a_resumed_loader_draws_views_of_the_size_of_its_step(index, first):
+    assert same(batches_of_growing_views(index, first), batches_of_growing_views(index)[first:])
 
 
-def test_blur_shrinks_with_the_view(index):
+def test_the_blur_is_scaled_with_the_size_of_the_view(index):
     request = train_requests(planner(index), SIZES)
     for step, factor in ((0, 0.5), (5, 1.0)):
         drawn = planner(index).plan(step).blur_sigma[:, -1]

@@ -1,4 +1,4 @@
-"""An image has one verdict and one set of pixels wherever it is read: training, decode cache, evaluation, check-data."""
+"""Training, decode cache, evaluation and check-data agree on each image: whether it is usable, and on its pixels."""
 
 import struct
 import zlib
@@ -43,7 +43,7 @@ def stray_marker(kind: int, length: int = 2) -> bytes:
 
 
 def many_scans(count: int) -> bytes:
-    """A small progressive JPEG whose last scan comes `count` times more: each goes over all pixels again."""
+    """Return a small progressive JPEG whose last scan is repeated `count` times; each scan covers all pixels."""
     data = jpeg(progressive=True)
     start = data.rindex(b"\xff\xda")
     return data[:-2] + data[start:-2] * count + data[-2:]
@@ -57,7 +57,7 @@ USABLE = {
 UNUSABLE = {
     "no zlib stream": damaged_png(),
     "3,000 scans": many_scans(3_000),
-    "more pixels than are allowed": encoded("PNG", image(height=200, width=300)),
+    "too many pixels": encoded("PNG", image(height=200, width=300)),
 }
 EITHER = {f"stray marker {kind:02x}": stray_marker(kind, 9) for kind in (0xC4, 0xDA, 0xDD, 0xE1, 0xFE, 0xAE)}
 LIMIT = 50_000  # pixels
@@ -66,6 +66,7 @@ DATA = DataConfig(threads=2, max_image_pixels=LIMIT, max_skipped_share=1.0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an image folder of all samples and some good images, 36 in all."""
     files = {f"train/c/{name}.jpg": data for name, data in (USABLE | UNUSABLE | EITHER).items()}
     good = {
         f"train/c/good {i}.jpg": encoded("JPEG", image(seed=i, height=HEIGHT, width=WIDTH))
@@ -93,12 +94,12 @@ def loader(index: Index, *, evaluates: bool = False, cache: DecodeCache | None =
 
 
 def run(batches: ViewLoader) -> tuple[list[torch.Tensor], set[str]]:
-    """The views of some epochs, and the images that were found bad."""
+    """Return the views of all steps and the names of the skipped images."""
     views = [batch.views.clone() for batch in batches]
     return views, {Path(batches.index.name(i)).stem for i in batches.skipped.ids}
 
 
-def test_all_paths_agree_on_every_image(folder: Path, tmp_path: Path) -> None:
+def test_all_readers_agree_on_every_image(folder: Path, tmp_path: Path) -> None:
     index = open_index(folder, "train")
     listed = {
         Path(line.split("\t")[0]).stem for line in (folder / ".wmse_index/train.skipped.txt").read_text().splitlines()
@@ -120,7 +121,7 @@ def test_unusable_images_are_named_with_their_problem(folder: Path, name: str) -
     assert reasons.get(name, "has 200x300 pixels, more than data.max_image_pixels 50,000") in problems[name]
 
 
-def test_the_samples_are_those_on_which_the_two_decoders_differ() -> None:
+def test_an_image_that_only_pillow_decodes_is_usable() -> None:
     assert decode_by_dali(USABLE["png that DALI refuses"]) is None
     assert inspect_image(USABLE["png that DALI refuses"]).kind == "direct"
     assert decode(USABLE["png that DALI refuses"]).shape == (HEIGHT, WIDTH, 3)
@@ -128,7 +129,7 @@ def test_the_samples_are_those_on_which_the_two_decoders_differ() -> None:
 
 
 @pytest.mark.parametrize("data", [jpeg(), jpeg(progressive=True), encoded("PNG"), encoded("JPEG", image("L"))])
-def test_pixels_decoded_alone_are_those_of_a_batch(data: bytes) -> None:
+def test_an_image_decoded_alone_has_the_pixels_of_the_graph(data: bytes) -> None:
     from nvidia.dali import fn, pipeline_def
 
     from trainer.data.dali_graph import Placement
@@ -144,7 +145,7 @@ def test_pixels_decoded_alone_are_those_of_a_batch(data: bytes) -> None:
     np.testing.assert_array_equal(np.array(pipe.run()[0][0]), decode(data))
 
 
-def test_a_large_picture_is_refused_before_it_takes_memory() -> None:
+def test_an_image_with_too_many_pixels_is_refused_before_decoding() -> None:
     header = struct.pack(">IIBBBBB", 13_000, 13_000, 8, 0, 0, 0, 0)
     bomb = png_chunks((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
     with pytest.raises(InputError, match=r"13000x13000 pixels, more than data.max_image_pixels 100,000,000"):

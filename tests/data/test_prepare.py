@@ -1,4 +1,4 @@
-"""Folders and published sets made into shards."""
+"""wmse prepare writes image folders and published sets as shards."""
 
 import gzip
 import io
@@ -41,7 +41,7 @@ def members(folder: Path, split: str) -> list[str]:
     return [name for path in sorted(folder.glob(f"{split}-*.tar")) for name in tarfile.open(path).getnames()]
 
 
-def test_folder_becomes_shards(tmp_path: Path) -> None:
+def test_a_folder_is_written_as_shards_with_an_index(tmp_path: Path) -> None:
     source = source_folder(tmp_path / "source")
     prepare(str(source), tmp_path / "dest", images_per_shard=3, progress=False)
     shards = ["train-000000.tar", "train-000001.tar", "train-000002.tar", "train.index", "val-000000.tar", "val.index"]
@@ -57,7 +57,7 @@ def test_folder_becomes_shards(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "source"]
 
 
-def test_keys_are_unique_and_parts_adjacent(tmp_path: Path) -> None:
+def test_sample_keys_are_unique_and_their_parts_adjacent(tmp_path: Path) -> None:
     source = make_folder(
         tmp_path / "s", {f"train/{name}/a.b.{suffix}": JPEG for name in "xyz" for suffix in ("jpg", "png")}
     )
@@ -68,7 +68,7 @@ def test_keys_are_unique_and_parts_adjacent(tmp_path: Path) -> None:
     assert [name.split(".")[0] for name in names[::2]] == [name.split(".")[0] for name in names[1::2]]
 
 
-def test_same_input_gives_same_bytes(tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     source = source_folder(tmp_path / "source")
     for name in ("a", "b"):
         prepare(str(source), tmp_path / name, progress=False)
@@ -79,21 +79,21 @@ def test_same_input_gives_same_bytes(tmp_path: Path) -> None:
     assert (first.mtime, first.uid, first.gid, first.uname, first.mode) == (0, 0, 0, "", 0o644)
 
 
-def test_order_is_shuffled_and_fixed() -> None:
+def test_the_order_of_the_images_is_shuffled_and_fixed() -> None:
     labels = np.repeat(np.arange(10, dtype=np.int32), 100)
     order = choose_images(labels, 1000)
     assert sorted(order) == list(range(1000))
     assert len(set(labels[order[:50]])) == 10
-    assert order[:4].tolist() == [652, 293, 617, 707]  # by Philox's raw output, which numpy keeps across versions
+    assert order[:4].tolist() == [652, 293, 617, 707]  # from Philox's raw output, which numpy keeps across versions
 
 
-def test_limit_is_spread_over_the_classes() -> None:
+def test_a_limit_of_images_is_spread_over_the_classes() -> None:
     labels = np.array([0] * 50 + [1] * 3 + [2] * 50, np.int32)
     counts = np.bincount(labels[choose_images(labels, 23)])
     assert counts.tolist() == [10, 3, 10]
 
 
-def test_rare_kinds_are_converted_and_bad_files_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rare_kinds_are_converted_and_unusable_files_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cut = JPEG[: len(JPEG) // 2]
     files = {"a.webp": encoded("WEBP"), "b.png": png_16_bit(), "c.jpg": JPEG, "d.jpg": b"<html>", "e.jpg": cut}
     source = make_folder(tmp_path / "source", {f"train/cat/{name}": data for name, data in files.items()})
@@ -107,7 +107,7 @@ def test_rare_kinds_are_converted_and_bad_files_named(tmp_path: Path, caplog: py
     assert str(tmp_path / "dest/train.skipped.txt") in caplog.text
 
 
-def test_large_pictures_are_made_smaller_and_small_ones_stay(tmp_path: Path) -> None:
+def test_large_images_are_shrunk_and_small_ones_are_copied(tmp_path: Path) -> None:
     large = image(height=60, width=100, seed=1)
     files = {"a.jpg": encoded("JPEG", large), "b.png": encoded("PNG", large.rotate(90, expand=True)), "c.jpg": JPEG,
              "d.webp": encoded("WEBP", large), "e.jpg": encoded("JPEG", large)[:300]}  # fmt: skip
@@ -121,7 +121,7 @@ def test_large_pictures_are_made_smaller_and_small_ones_stay(tmp_path: Path) -> 
     assert index.read(by_name["c.jpg"]) == JPEG
     expected = np.asarray(large.resize((50, 30), Image.Resampling.LANCZOS), float)
     found = np.asarray(Image.open(io.BytesIO(index.read(by_name["d.jpg"]))), float)
-    assert np.abs(found - expected).mean() < 10  # WebP's and JPEG's loss in noise; another picture differs by 50
+    assert np.abs(found - expected).mean() < 10  # compression changes the noise; another image differs by 50
     described = json.loads((tmp_path / "dest/dataset.json").read_text())
     assert (described["max_side"], described["quality"]) == (50, 95)
     assert (tmp_path / "dest/train.skipped.txt").read_text().startswith("cat/e.jpg\t")
@@ -130,14 +130,14 @@ def test_large_pictures_are_made_smaller_and_small_ones_stay(tmp_path: Path) -> 
             prepare(str(source), tmp_path / "other", shrink=shrink)
 
 
-def test_no_usable_image(tmp_path: Path) -> None:
+def test_a_split_without_a_usable_image_is_refused(tmp_path: Path) -> None:
     files = {"train/cat/a.jpg": encoded("JPEG", image(height=300, width=400), quality=95)[:-20]}
     with pytest.raises(InputError, match=r"none of its images can be used; the first: cat/a.jpg: OSError"):
         prepare(str(make_folder(tmp_path / "s", files)), tmp_path / "dest", progress=False)
     assert not (tmp_path / "dest").exists()
 
 
-def test_destination_must_be_empty_and_appears_complete(tmp_path: Path) -> None:
+def test_the_destination_must_be_empty_and_appears_only_when_complete(tmp_path: Path) -> None:
     source = source_folder(tmp_path / "source")
     with pytest.raises(InputError, match="source: is not empty"):
         prepare(str(source), source, progress=False)
@@ -159,19 +159,19 @@ def test_destination_must_be_empty_and_appears_complete(tmp_path: Path) -> None:
         ({"images_per_shard": 0}, "images_per_shard is 0"),
     ],
 )
-def test_wrong_arguments(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
     source = str(source_folder(tmp_path / "source"))
     with pytest.raises(InputError, match=message):
         prepare(**{"source": source, "dest": tmp_path / "dest", "progress": False, **arguments})
 
 
-def test_splits_without_train_must_agree(tmp_path: Path) -> None:
+def test_splits_without_train_must_have_the_same_classes(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "s", {"a/cat/1.jpg": JPEG, "b/dog/1.jpg": JPEG})
     with pytest.raises(InputError, match="need the same ones, but they differ: a, b"):
         prepare(str(source), tmp_path / "dest", progress=False)
 
 
-def test_changed_or_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named_and_a_new_index_does_without_it(tmp_path: Path) -> None:
     prepare(str(source_folder(tmp_path / "s")), tmp_path / "dest", images_per_shard=3, progress=False)
     (tmp_path / "dest/train-000001.tar").unlink()
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_changed_or_missing_shard_is_named(tmp_path: Path) -> None:
     assert (len(index), index.class_names) == (5, ["cat", "dog"])
 
 
-def test_known_set_with_unlabelled_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_set_may_have_an_unlabelled_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 8, 9, 3), np.uint8)
 
     def load(split: str, download_dir: Path) -> ArraySplit:
@@ -200,7 +200,9 @@ def test_known_set_with_unlabelled_split(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+def test_cifar_is_loaded_with_labels_and_class_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
     found = SimpleNamespace(data=np.zeros((2, 32, 32, 3), np.uint8), targets=[1, 0], classes=["x", "y"])
     monkeypatch.setattr(torchvision.datasets, name.upper(), lambda root, train, download: found)
     split = sets.load_split(name, "train", tmp_path)
@@ -208,7 +210,7 @@ def test_cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> No
     assert inspect_image(split.read(0))[2:4] == (32, 32)
 
 
-def test_stl10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stl10_is_loaded_channels_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = np.zeros((2, 3, 96, 90), np.uint8)
     data[0, 0] = 255
     found = SimpleNamespace(data=data, labels=np.array([-1, -1]), classes=["x"])
@@ -218,7 +220,7 @@ def test_stl10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert inspect_image(split.read(1))[2:4] == (96, 90)
 
 
-def test_fashion_mnist_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fashion_mnist_is_read_from_the_debian_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pixels = np.arange(2 * 784, dtype=np.uint32).astype(np.uint8)
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(
         gzip.compress(struct.pack(">4I", 2051, 2, 28, 28) + pixels.tobytes())
@@ -231,7 +233,7 @@ def test_fashion_mnist_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert split.class_names[7] == "Sneaker"
 
 
-def test_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(root: str, train: bool, download: bool) -> None:
         raise OSError("Network is unreachable")
 
@@ -243,14 +245,14 @@ def test_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_photographs(tmp_path: Path) -> None:
+def test_real_photographs_are_prepared(tmp_path: Path) -> None:
     prepare(str(shared("photos")), tmp_path / "dest", progress=False)
     index = open_index(tmp_path / "dest", "train")
     assert len(index) == len(index.class_names) == 200
     assert sorted(index.labels) == list(range(200))
 
 
-def test_demo_set() -> None:
+def test_the_demo_set_is_complete() -> None:
     assert sum(path.stat().st_size for path in DEMO_DATA.iterdir() if path.is_file()) <= 6_000_000
     for split, count in (("train", 10_000), ("test", 2_000)):
         index = open_index(DEMO_DATA, split)
@@ -261,8 +263,8 @@ def test_demo_set() -> None:
     assert "Zalando SE" in (DEMO_DATA / "LICENSE-fashion-mnist.txt").read_text()
 
 
-def test_only_the_listed_classes_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of every split, in the order of the folders; a line may go on behind the class, and lines may be comments."""
+def test_only_the_listed_classes_are_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """This holds for every split, in the order of the folders. Text behind a class name and comments are ignored."""
     names = ("ant", "bee", "cat", "great white")
     files = {f"{split}/{name}/{i}.jpg": JPEG for split in ("train", "val") for name in names for i in range(2)}
     source = make_folder(tmp_path / "source", files)
@@ -274,7 +276,7 @@ def test_only_the_listed_classes_are_taken(tmp_path: Path, caplog: pytest.LogCap
         assert index.class_names == ["cat", "great white"]
         assert np.bincount(index.labels).tolist() == [2, 2]
     assert json.loads((tmp_path / "dest/dataset.json").read_text())["class_names"] == ["cat", "great white"]
-    assert "skipped" not in caplog.text  # as oddities of the folder are said to be
+    assert "skipped" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,9 @@ def test_only_the_listed_classes_are_taken(tmp_path: Path, caplog: pytest.LogCap
         (None, "list.txt: can't be read as a list of classes: No such file"),
     ],
 )
-def test_a_list_of_classes_that_does_not_fit_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_list_of_classes_that_does_not_match_the_set_is_refused(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
     source = source_folder(tmp_path / "source")
     if text is not None:
         (tmp_path / "list.txt").write_text(text)
@@ -295,8 +299,8 @@ def test_a_list_of_classes_that_does_not_fit_is_refused(text: str | None, messag
     assert not (tmp_path / "dest").exists()
 
 
-def test_a_split_without_a_listed_class_is_refused_not_taken_whole(tmp_path: Path) -> None:
-    """ImageNet's own test split: files without classes, which belong to no class of the list."""
+def test_a_split_without_a_listed_class_is_refused(tmp_path: Path) -> None:
+    """ImageNet's test split has files without classes: none belongs to a class of the list."""
     source = make_folder(source_folder(tmp_path / "source"), {"test/t.jpg": JPEG})
     (tmp_path / "list.txt").write_text("dog\n")
     with pytest.raises(InputError, match=r"test: has no folder of the listed classes.*--splits"):
@@ -306,12 +310,12 @@ def test_a_split_without_a_listed_class_is_refused_not_taken_whole(tmp_path: Pat
     assert len(open_index(tmp_path / "dest", "train")) == 4
 
 
-def test_a_list_of_classes_is_for_folders(tmp_path: Path) -> None:
+def test_a_list_of_classes_is_refused_for_a_published_set(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--classes is for image folders, not for cifar10"):
         prepare("cifar10", tmp_path / "dest", classes=tmp_path / "list.txt", progress=False)
 
 
-# --- what an hour of work is not lost by ---
+# --- interruptions and unusual sets ---
 
 
 def test_all_splits_are_checked_before_anything_is_written(tmp_path: Path) -> None:
@@ -324,7 +328,7 @@ def test_all_splits_are_checked_before_anything_is_written(tmp_path: Path) -> No
     assert len(open_index(tmp_path / "dest", "train")) == 8
 
 
-def test_splits_without_classes_are_used_without_labels(tmp_path: Path) -> None:
+def test_splits_without_classes_are_prepared_without_labels(tmp_path: Path) -> None:
     source = make_folder(source_folder(tmp_path / "s"), {"test/images/t.jpg": JPEG, "extra/e.jpg": JPEG})
     prepare(str(source), tmp_path / "dest", progress=False)
     for split in ("test", "extra"):
@@ -332,17 +336,17 @@ def test_splits_without_classes_are_used_without_labels(tmp_path: Path) -> None:
         assert (index.labels.tolist(), index.class_names, index.read(0)) == ([-1], ["cat", "dog"], JPEG)
 
 
-def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+def test_names_that_are_not_utf_8_are_kept(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
     make_folder(tmp_path / "s", {f"train/{name}/{name}.jpg": JPEG, "train/dog/a.jpg": JPEG})
     prepare(str(tmp_path / "s"), tmp_path / "dest", progress=False)
     for _ in range(2):
         index = open_index(tmp_path / "dest", "train")
         assert (sorted(index.class_names), [index.read(i) for i in range(2)]) == ([name, "dog"], [JPEG, JPEG])
-        (tmp_path / "dest/train.index").unlink(missing_ok=True)  # the second time from the tars alone
+        (tmp_path / "dest/train.index").unlink(missing_ok=True)  # the second time, the index is built from the tars
 
 
-def test_an_interrupted_start_keeps_its_completed_splits(
+def test_an_interrupted_run_keeps_its_completed_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
@@ -373,7 +377,7 @@ def test_an_interrupted_start_keeps_its_completed_splits(
     }
 
 
-def test_a_completed_split_of_other_settings_or_images_is_written_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_completed_split_is_rewritten_if_settings_or_images_changed(tmp_path: Path, monkeypatch) -> None:
     source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
     monkeypatch.setattr(
         module, "write_text", lambda path, text: path.write_text(text) if "dataset" not in path.name else 1 / 0
@@ -387,7 +391,7 @@ def test_a_completed_split_of_other_settings_or_images_is_written_again(tmp_path
     assert len(members(dest, "train")) == 14
 
 
-def test_two_at_once_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_into_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dest = source_folder(tmp_path / "s"), tmp_path / "dest"
     write = module.write_shards
 
@@ -401,16 +405,10 @@ def test_two_at_once_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(open_index(dest, "train")) == 8
 
 
-def test_images_beyond_the_limits_of_a_run_are_named_and_skipped(tmp_path: Path) -> None:
+def test_images_beyond_the_limits_of_training_are_skipped_and_named(tmp_path: Path) -> None:
     header = struct.pack(">IIBBBBB", 13_000, 13_000, 1, 0, 0, 0, 0)
     bomb = png_chunks((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b""))
     make_folder(tmp_path / "s", {"train/cat/a.jpg": JPEG, "train/cat/b.png": bomb})
     prepare(str(tmp_path / "s"), tmp_path / "dest", progress=False)
     assert (tmp_path / "dest/train.skipped.txt").read_text().startswith("cat/b.png\thas 13000x13000 pixels")
     assert check_data(tmp_path / "dest").bad == []
-
-
-def test_shards_are_no_source(tmp_path: Path) -> None:
-    (tmp_path / "train-000000.tar").touch()
-    with pytest.raises(InputError, match="holds tar shards, which can be trained on as they are"):
-        prepare(str(tmp_path), tmp_path / "dest", progress=False)

@@ -1,4 +1,4 @@
-"""Passing faults of a file system are waited out, and what is being read can be seen while it hangs."""
+"""Reading retries temporary errors of a file system, and reports the files that it waits for."""
 
 import errno
 import logging
@@ -23,11 +23,13 @@ PICTURES = {f"train/c/{i}.png": encoded("PNG") for i in range(4)}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Index:
+    """Return the index of a folder of four images."""
     return open_index(make_folder(tmp_path / "folder", PICTURES), "train")
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Index:
+    """Return the index of two shards of two images each."""
     for number in range(2):
         members = [
             (f"{number}{i}.{kind}", encoded("PNG") if kind == "png" else b"0")
@@ -40,14 +42,14 @@ def shards(tmp_path: Path) -> Index:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What was waited; nothing is."""
+    """Return the list of the waits in seconds that the reader asks for; none happens."""
     waited: list[float] = []
     monkeypatch.setattr(reading.time, "sleep", waited.append)
     return waited
 
 
 def failing(index: Index, monkeypatch: pytest.MonkeyPatch, *errors: OSError) -> list[int]:
-    """The next reads fail with these errors; returns the list of reads asked for."""
+    """Make the next reads fail with these errors. Return the list of all reads."""
     asked, left, read = [], list(errors), index.read
 
     def read_or_fail(i: int) -> bytes:
@@ -63,7 +65,7 @@ def failing(index: Index, monkeypatch: pytest.MonkeyPatch, *errors: OSError) -> 
 @pytest.mark.parametrize(
     "number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOTCONN]
 )
-def test_a_passing_fault_is_waited_out(folder, pauses, monkeypatch, number):
+def test_a_temporary_error_is_retried_after_a_wait(folder, pauses, monkeypatch, number):
     asked = failing(folder, monkeypatch, *[OSError(number, os.strerror(number), "x")] * 2)
     data, problem = ImageReader(folder).read(1)
     assert (data, problem) == (PICTURES["train/c/1.png"], None)
@@ -71,7 +73,7 @@ def test_a_passing_fault_is_waited_out(folder, pauses, monkeypatch, number):
     assert pauses == [0.1, 1.0]
 
 
-def test_after_three_tries_the_image_is_put_down(folder, pauses, monkeypatch):
+def test_an_image_is_unusable_after_three_tries(folder, pauses, monkeypatch):
     asked = failing(folder, monkeypatch, *[OSError(errno.EIO, "Input/output error", "/x/1.png")] * 3)
     data, problem = ImageReader(folder).read(1)
     assert data == b""
@@ -83,22 +85,22 @@ def test_after_three_tries_the_image_is_put_down(folder, pauses, monkeypatch):
 @pytest.mark.parametrize(
     "number", [errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, None]
 )
-def test_what_will_not_pass_is_not_tried_again(folder, pauses, monkeypatch, number):
-    """None: a tar that is cut."""
+def test_a_permanent_error_is_not_retried(folder, pauses, monkeypatch, number):
+    """number: None stands for a truncated tar."""
     error = OSError("cut") if number is None else OSError(number, os.strerror(number), "x")
     asked = failing(folder, monkeypatch, error)
     assert ImageReader(folder).read(1)[1] == str(error)
     assert (asked, pauses) == ([1], [])
 
 
-def test_content_is_not_read_again(folder, pauses, tmp_path, monkeypatch):
+def test_unusable_content_is_not_read_again(folder, pauses, tmp_path, monkeypatch):
     (tmp_path / "folder/train/c/1.png").write_bytes(b"<html>")
     asked = failing(folder, monkeypatch)
     assert "not a readable image" in ImageReader(folder).read(1)[1]
     assert (asked, pauses) == ([1], [])
 
 
-def test_temporary_faults_are_logged_once_a_run(folder, pauses, monkeypatch, caplog):
+def test_temporary_errors_are_logged_once_a_run(folder, pauses, monkeypatch, caplog):
     error = OSError(errno.EIO, "Input/output error", "/x/1\n.png")
     reader = ImageReader(folder)
     with caplog.at_level(logging.WARNING):
@@ -110,11 +112,11 @@ def test_temporary_faults_are_logged_once_a_run(folder, pauses, monkeypatch, cap
     assert "a later try succeeded" in record.getMessage()
 
 
-# --- kept descriptors ---
+# --- file descriptors of shards ---
 
 
-def test_a_shards_stale_descriptor_is_opened_anew(shards, monkeypatch, tmp_path):
-    """The number stays, for other threads read by it; behind it is the file as it lies there now."""
+def test_a_stale_descriptor_of_a_shard_is_replaced(shards, monkeypatch, tmp_path):
+    """The descriptor keeps its number, which other threads use, and then refers to the file that now has the name."""
     before = [shards.read(i) for i in range(4)]
     numbers = dict(shards._descriptors)
     old = tmp_path / "tars/train-000000.tar"
@@ -137,7 +139,7 @@ def test_a_shards_stale_descriptor_is_opened_anew(shards, monkeypatch, tmp_path)
     assert len(os.listdir("/proc/self/fd")) == opened_before
 
 
-def test_a_fault_that_does_not_pass_names_the_shard(shards, pauses, monkeypatch, tmp_path):
+def test_a_lasting_error_names_the_shard(shards, pauses, monkeypatch, tmp_path):
     def broken(fd: int, count: int, offset: int) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -148,10 +150,10 @@ def test_a_fault_that_does_not_pass_names_the_shard(shards, pauses, monkeypatch,
     )
 
 
-# --- what is being read ---
+# --- reads in progress ---
 
 
-def test_what_hangs_is_named_with_its_time_longest_first(folder, monkeypatch):
+def test_reads_that_hang_are_named_with_their_time_longest_first(folder, monkeypatch):
     go_on, read = threading.Event(), folder.read
 
     def slow(i: int) -> bytes:
@@ -177,7 +179,7 @@ def test_what_hangs_is_named_with_its_time_longest_first(folder, monkeypatch):
     assert reader.waiting_for() == []
 
 
-def test_an_error_ends_the_wait(folder, monkeypatch):
+def test_a_read_that_raises_is_not_reported_as_waiting(folder, monkeypatch):
     failing(folder, monkeypatch, MemoryError())
     reader = ImageReader(folder)
     with pytest.raises(MemoryError):
@@ -185,7 +187,7 @@ def test_an_error_ends_the_wait(folder, monkeypatch):
     assert reader.waiting_for() == []
 
 
-def test_a_pipe_where_a_picture_was_is_not_waited_for(folder, tmp_path):
+def test_a_pipe_or_folder_in_place_of_an_image_is_refused_at_once(folder, tmp_path):
     path = tmp_path / "folder/train/c/1.png"
     path.unlink()
     os.mkfifo(path)
@@ -197,7 +199,7 @@ def test_a_pipe_where_a_picture_was_is_not_waited_for(folder, tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_what_the_machine_lacks_is_never_blamed_on_the_image(folder, pauses, monkeypatch, number):
+def test_a_shortage_of_the_machine_makes_no_image_unusable(folder, pauses, monkeypatch, number):
     failing(folder, monkeypatch, OSError(number, os.strerror(number), "/x/1.png"))
     with pytest.raises(InputError, match=rf"cannot read /x/1.png: {os.strerror(number)}: \w+"):
         ImageReader(folder).read(1)
@@ -208,7 +210,7 @@ def test_what_the_machine_lacks_is_never_blamed_on_the_image(folder, pauses, mon
         check_data(folder.root, threads=1)
 
 
-def test_more_shards_than_the_process_may_open(tmp_path):
+def test_more_shards_than_the_process_may_open_are_read(tmp_path):
     for number in range(40):
         make_tar(tmp_path / f"train-{number:06d}.tar", [("a.png", encoded("PNG"))])
     index = open_index(tmp_path, "train")

@@ -1,4 +1,4 @@
-"""Images that can't be used: named once, recorded, known to a resumed run, and too many of them stop it."""
+"""Skipped images are named once, quarantined, known to a resumed run, and too many of them end the run."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from trainer.errors import InputError
 
 @dataclass
 class FewNames:
-    """A stand-in for an index, with the methods that SkippedImages calls."""
+    """Stand-in for an index, with the methods that SkippedImages calls."""
 
     count: int = 1000
     root: Path = Path("/the set")
@@ -42,33 +42,34 @@ def read(path: Path) -> list[dict]:
 
 @pytest.fixture
 def quarantine(tmp_path: Path) -> Path:
+    """Return the path of a quarantine file that does not exist yet."""
     return tmp_path / "quarantine.jsonl"
 
 
 # --- the file ---
 
 
-def test_what_is_written_is_read_again(quarantine: Path) -> None:
+def test_entries_of_earlier_steps_are_read_again(quarantine: Path) -> None:
     SkippedImages(FewNames(), 0.1, quarantine=quarantine, rank=3).add(7, "cut", step=5)
     assert read(quarantine) == [{"step": 5, "id": 7, "image": "c/7.jpg", "problem": "cut", "rank": 3}]
     assert read_quarantine(quarantine, 6) == {7: "c/7.jpg"}
-    assert read_quarantine(quarantine, 5) == {}, "what step 5 found, a run that begins with step 5 finds itself"
+    assert read_quarantine(quarantine, 5) == {}, "a run that begins with step 5 meets the image again"
 
 
-def test_a_run_without_a_file_knows_nothing_and_makes_none(quarantine: Path) -> None:
+def test_without_a_quarantine_file_no_image_is_known_and_none_is_created(quarantine: Path) -> None:
     assert read_quarantine(quarantine, 9) == {}
     drop_quarantine_after(quarantine, 9)
     assert not quarantine.exists()
 
 
-def test_later_entries_and_second_ones_go(quarantine: Path) -> None:
+def test_entries_of_later_steps_and_duplicates_are_dropped(quarantine: Path) -> None:
     write(quarantine, entry(2, 7), entry(4, 8, rank=1), entry(3, 7, rank=1), entry(5, 9), entry(6, 8), entry(4, 1))
     assert read_quarantine(quarantine, 5) == {7: "c/7.jpg", 8: "c/8.jpg", 1: "c/1.jpg"}
     drop_quarantine_after(quarantine, 5)
     assert read(quarantine) == [entry(2, 7), entry(4, 8, rank=1), entry(4, 1)]
 
 
-def test_a_file_that_is_right_is_not_written_again(quarantine: Path) -> None:
+def test_a_quarantine_file_with_nothing_to_drop_is_not_rewritten(quarantine: Path) -> None:
     write(quarantine, entry(2, 7), entry(4, 8))
     before = quarantine.stat().st_ino
     drop_quarantine_after(quarantine, 5)
@@ -113,8 +114,8 @@ def test_ranks_that_write_at_once_do_not_mix_their_lines(quarantine: Path) -> No
     assert sorted(read_quarantine(quarantine, 1)) == list(range(200))
 
 
-def test_one_line_is_one_write_at_the_end(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As several nodes need it: what another process appended meanwhile stays."""
+def test_an_entry_is_appended_by_one_write(quarantine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This keeps the entries that processes on other nodes append at the same time."""
     written, flags = [], []
     write_once, open_once = os.write, os.open
     monkeypatch.setattr(os, "open", lambda path, flag, mode=0: (flags.append(flag), open_once(path, flag, mode))[1])
@@ -125,15 +126,15 @@ def test_one_line_is_one_write_at_the_end(quarantine: Path, monkeypatch: pytest.
     assert flags[0] & os.O_APPEND
 
 
-def test_a_full_disk_costs_the_line_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     skipped = SkippedImages(FewNames(), 0.1, quarantine=tmp_path / "no such folder" / "quarantine.jsonl")
     skipped.add(1, "cut", step=0)
     assert skipped.ids == {1}
     assert "a resumed run will have to find c/1.jpg again" in caplog.text
 
 
-def test_names_that_are_no_text_are_written(quarantine: Path) -> None:
-    """A file name may hold any bytes: line ends, quotes, what is no UTF-8."""
+def test_names_of_any_bytes_are_written_on_one_line(quarantine: Path) -> None:
+    """A file name may hold line ends, quotes, and bytes that are not UTF-8."""
 
     class Odd(FewNames):
         def name(self, i: int) -> str:
@@ -145,10 +146,10 @@ def test_names_that_are_no_text_are_written(quarantine: Path) -> None:
     assert read_quarantine(quarantine, 1) == {1: Odd().name(1)}
 
 
-# --- what a run knows ---
+# --- images that a run knows ---
 
 
-def test_a_resumed_run_knows_counts_and_does_not_name_again(quarantine: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_does_not_name_known_images_again(quarantine: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(quarantine, entry(2, 7), entry(3, 8, rank=1))
     skipped = SkippedImages(FewNames(), 0.1, read_quarantine(quarantine, 5), quarantine)
     assert skipped.ids == {7, 8}
@@ -159,14 +160,14 @@ def test_a_resumed_run_knows_counts_and_does_not_name_again(quarantine: Path, ca
     assert len(read(quarantine)) == 3
 
 
-def test_entries_about_another_set_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """--allow_changes may have brought other files under the same numbers."""
+def test_entries_that_do_not_match_the_set_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """After --allow_changes, other files may have these numbers."""
     skipped = SkippedImages(FewNames(count=8), 0.1, {7: "c/7.jpg", 6: "c/other.jpg", 8: "c/8.jpg"})
     assert skipped.ids == {7}
     assert "ignored 2 entries that do not match this set" in caplog.text
 
 
-def test_one_warning_an_image(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_skipped_image_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     skipped = SkippedImages(FewNames(), 0.1)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -175,7 +176,7 @@ def test_one_warning_an_image(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage() == "skipped c/7.jpg: cut\\nshort; the next image of the set replaces it"
 
 
-# --- too many ---
+# --- too many skipped images ---
 
 
 def add(skipped: SkippedImages, count: int, first: int = 0) -> None:
@@ -183,7 +184,7 @@ def add(skipped: SkippedImages, count: int, first: int = 0) -> None:
         skipped.add(i, "cut", step=0)
 
 
-def test_a_share_of_a_small_set_stops_the_run_from_ten_on() -> None:
+def test_too_large_a_share_of_the_set_ends_the_run_from_ten_images_on() -> None:
     skipped = SkippedImages(FewNames(500), 0.01)
     add(skipped, 9)
     with pytest.raises(InputError) as caught:
@@ -197,17 +198,17 @@ def test_a_share_of_a_small_set_stops_the_run_from_ten_on() -> None:
 
 
 @pytest.mark.parametrize(("images", "share", "most"), [(500, 0.1, 50), (10_000, 0.0, 9), (20, 0.0, 9), (20, 1.0, 20)])
-def test_at_most_this_share_of_the_set_may_be_skipped(images: int, share: float, most: int) -> None:
+def test_the_allowed_share_of_the_set_may_be_skipped(images: int, share: float, most: int) -> None:
     skipped = SkippedImages(FewNames(images), share)
-    skipped.images_read = 1 << 40  # the other rule is not asked
+    skipped.images_read = 1 << 40  # so that the limit on the share of the images read does not apply
     add(skipped, most)
     if most < images:
         with pytest.raises(InputError, match=f"{most + 1} of the {images} images of the set"):
             add(skipped, 1, first=most)
 
 
-def test_a_share_of_those_read_stops_the_run_from_a_hundred_on() -> None:
-    """A large set whose files vanish must not read all of it first."""
+def test_too_large_a_share_of_the_images_read_ends_the_run_from_a_hundred_on() -> None:
+    """This ends a run on a large set whose files vanish long before it has read all of them."""
     skipped = SkippedImages(FewNames(1_000_000), 0.01)
     skipped.images_read = 1000
     add(skipped, 99)
@@ -220,16 +221,16 @@ def test_a_share_of_those_read_stops_the_run_from_a_hundred_on() -> None:
         add(fine, 1, first=505)
 
 
-def test_a_share_of_1_never_stops_a_run_that_has_an_image_left() -> None:
-    """Each skipped image costs another read, of the one that takes its place: no more can be skipped than were read."""
+def test_a_share_of_1_never_ends_a_run_that_has_a_usable_image() -> None:
+    """Each skipped image costs the read of its replacement: never more images are skipped than read."""
     skipped = SkippedImages(FewNames(5_100), 1.0)
     skipped.images_read = 80
     add(skipped, 5_000)
     assert len(skipped.ids) == 5_000
 
 
-def test_known_images_are_no_share_of_what_this_run_read() -> None:
-    """150 of a million known, and one more among the first few images: no reason to stop."""
+def test_known_images_do_not_count_in_the_share_of_the_images_read() -> None:
+    """150 of a million images are known, and one of the first few read is unusable: the run continues."""
     known = {i: f"c/{i}.jpg" for i in range(150)}
     skipped = SkippedImages(FewNames(1_000_000), 0.01, known)
     skipped.images_read = 16
@@ -237,6 +238,6 @@ def test_known_images_are_no_share_of_what_this_run_read() -> None:
     assert len(skipped.ids) == 151
 
 
-def test_a_run_that_knows_too_many_does_not_begin(quarantine: Path) -> None:
+def test_a_run_that_knows_too_many_unusable_images_is_refused(quarantine: Path) -> None:
     with pytest.raises(InputError, match=r"20 of the 100 images of the set can't be used.*all named in .*quarantine"):
         SkippedImages(FewNames(100), 0.1, {i: f"c/{i}.jpg" for i in range(20)}, quarantine)

@@ -1,5 +1,7 @@
-"""DALI's views against torchvision's of the same plan. Differences are in levels of 255, away from the border, where DALI's
-filter sees pixels beyond the crop that torchvision cut off."""
+"""DALI's views equal torchvision's of the same plan. Differences are in levels of 255 and leave out the border.
+
+At the border DALI's filter uses pixels outside of the crop, which torchvision has cut off.
+"""
 
 import functools
 import io
@@ -33,6 +35,7 @@ STRONG = replace(MILD, brightness=0.8, contrast=0.8, saturation=0.8, gray_probab
 
 @functools.cache
 def pictures(source: str) -> list[bytes]:
+    """Return the encoded images of a source: the photographs, or 24 generated ones."""
     if source == "photographs":
         files = sorted((shared("photos") / "train").glob("*/*"))
         return [file.read_bytes() for file in files]
@@ -41,7 +44,7 @@ def pictures(source: str) -> list[bytes]:
 
 
 def difference(recipe: ViewsConfig, source: str) -> torch.Tensor:
-    """Mean absolute difference of each view inside the border, (d, N)."""
+    """Return the mean absolute difference of each view inside the border, (d, N)."""
     encoded = pictures(source)[:: 4 if recipe.order == "color_first" else 1]  # torchvision is slow on whole images
     plan = draw_plan(recipe, len(encoded))
     views, expected = dali_views(encoded, plan, recipe), reference_views(encoded, plan, recipe)
@@ -53,13 +56,14 @@ def difference(recipe: ViewsConfig, source: str) -> torch.Tensor:
 
 @pytest.fixture(params=["photographs", "generated"])
 def source(request):
+    """Return the name of a source of images."""
     return request.param
 
 
 @pytest.mark.parametrize("recipe", [PLAIN, BLURRED], ids=["plain", "blur"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_crop_resize_flip_and_blur(recipe, interpolation, source):
-    """Every single view, not only their mean: one wrong flip or window would drown among many."""
+def test_crop_resize_flip_and_blur_equal_torchvision(recipe, interpolation, source):
+    """The bound is for the largest difference of a view, because one wrong view hardly changes the mean."""
     assert difference(replace(recipe, interpolation=interpolation), source).max() < 0.5
 
 
@@ -72,25 +76,25 @@ def test_crop_resize_flip_and_blur(recipe, interpolation, source):
         (replace(MILD, blur_probability=0.5), "crop_first", 1.5),
     ],
 )
-def test_colour_without_hue(recipe, order, bound, source):
+def test_colour_without_hue_equals_torchvision(recipe, order, bound, source):
     d = difference(replace(recipe, order=order), source)
     assert d.mean() < bound
-    assert d.median() < 0.5  # where torchvision clamps nothing on the way, the views are the same
+    assert d.median() < 0.5  # views differ only where torchvision clamps an intermediate result
 
 
 @pytest.mark.parametrize(("recipe", "bound"), [(replace(MILD, hue=0.1), 4.0), (replace(STRONG, hue=0.2), 6.0)])
-def test_colour_with_hue(recipe, bound, source):
-    """Hue turns about the grey axis here, in the HSV hexagon there; docs/views.md has the figures."""
+def test_colour_with_hue_is_close_to_torchvision(recipe, bound, source):
+    """Hue is a rotation about the grey axis here and in the HSV hexagon there; docs/views.md has the figures."""
     assert difference(recipe, source).mean() < bound
 
 
-def test_every_small_recipe_with_flips_and_colour_first_at_its_size():
+def test_a_small_recipe_with_colour_first_is_close_to_torchvision():
     recipe = replace(MILD, size=64, order="color_first", crop_area=(0.2, 1.0), hue=0.1)
     assert difference(recipe, "generated").mean() < 4.0
 
 
-def test_colour_is_the_affine_map_of_the_uncoloured_view():
-    """To one level, at every pixel: what separates the coloured view from torchvision's is only the map."""
+def test_the_coloured_view_is_the_affine_map_of_the_uncoloured_one():
+    """This holds up to rounding at every pixel, so only the map makes a difference to torchvision."""
     recipe = replace(STRONG, hue=0.2)
     encoded = pictures("generated")
     plan = draw_plan(recipe, len(encoded))
@@ -102,7 +106,7 @@ def test_colour_is_the_affine_map_of_the_uncoloured_view():
     assert (got - expected).abs().max() < 0.51
 
 
-def test_a_view_without_blur_stays_as_it_is():
+def test_a_view_without_blur_is_unchanged():
     encoded = pictures("generated")
     plan = draw_plan(BLURRED, len(encoded))
     same = (dali_views(encoded, plan, BLURRED) == dali_views(encoded, plan, PLAIN)).all(-1).all(-1).all(-1)
@@ -112,8 +116,8 @@ def test_a_view_without_blur_stays_as_it_is():
     assert not same[torch.from_numpy(plan.blur_sigma > 0.5).T].any()
 
 
-def test_a_recipe_may_blur_every_view_or_none_of_a_batch():
-    """DALI gives the blur only the views that have one: all of the batch, or an empty part of it."""
+def test_a_batch_may_have_all_views_blurred_or_none():
+    """The graph passes only the views with a blur to the filter: here all of a batch, or none."""
     encoded = pictures("generated")[:4]
     for sigma in (0.0, 1.5):
         plan = draw_plan(BLURRED, 4)
@@ -122,24 +126,24 @@ def test_a_recipe_may_blur_every_view_or_none_of_a_batch():
         assert same == (sigma == 0)
 
 
-def test_three_sigma_are_enough_for_a_blur():
-    """Against all 23 taps, in the same graph."""
+def test_a_blur_window_of_three_sigma_is_enough():
+    """The views hardly differ from those with all 23 taps."""
     encoded = pictures("photographs")[::10]
     plan = draw_plan(replace(BLURRED, size=224), len(encoded))
     heights, widths = sizes(encoded)
     arrays = view_arrays(plan, BLURRED, heights, widths)
-    for taps in (3, 7):  # the fields of a view: start, end, sigma, taps
+    for taps in (3, 7):  # each view has the arrays start, end, sigma and taps
         assert arrays[taps].max() <= 13
     full = [np.full_like(x, 23) if i % 4 == 3 else x for i, x in enumerate(arrays)]
     cut, whole = (dali_run(encoded, replace(BLURRED, size=224), x).float() for x in (arrays, full))
     blurred = torch.from_numpy(plan.blur_sigma > 0).T
     difference = (cut - whole)[blurred].abs()
-    assert difference.max() <= 1  # a level by rounding
+    assert difference.max() <= 1  # one level, from rounding
     assert difference.mean() < 0.01
 
 
-def test_a_gpus_decoder_gets_its_settings(monkeypatch):
-    """As arguments that the operator knows; a CPU's gets none of them."""
+def test_the_decoder_gets_gpu_settings_only_on_a_gpu(monkeypatch):
+    """DALI's operator knows all of these arguments."""
     given = {}
     monkeypatch.setattr(fn.decoders, "image", lambda *_, **arguments: given.update(arguments))
     with Pipeline(batch_size=1, num_threads=1, device_id=None):
@@ -157,10 +161,11 @@ def test_a_gpus_decoder_gets_its_settings(monkeypatch):
         assert not hardware.keys() & given.keys()
 
 
-def test_no_window_of_an_image_is_decoded():
-    """nvImageCodec 0.9 is reported to end the process at it on an H100, which no test on a CPU would show."""
+def test_images_are_always_decoded_whole():
+    """Decoding a window with nvImageCodec 0.9 is reported to crash on an H100, which no test on a CPU shows."""
     decoders = ("image_slice", "image_crop", "image_random_crop")
-    files = [file for file in (ROOT / "trainer").rglob("*.py") if "peers" not in file.parts]  # DALI as others use it
+    # peers/ may: it measures DALI as others use it
+    files = [file for file in (ROOT / "trainer").rglob("*.py") if "peers" not in file.parts]
     assert len(files) > 60
     assert [(file.name, name) for file in files for name in decoders if name in file.read_text()] == []
 
@@ -173,13 +178,13 @@ def test_views_of_one_image_differ():
 
 @pytest.mark.parametrize("order", ["crop_first", "color_first"])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 4000), (4000, 3), (2, 2)])
-def test_extreme_shapes(height, width, order):
+def test_images_of_extreme_shapes_are_drawn(height, width, order):
     encoded = [encode("PNG", image(height=height, width=width, seed=seed)) for seed in range(3)]
     recipe = replace(MILD, blur_probability=0.5, size=32, order=order)
     plan = draw_plan(recipe, 3)
     views = dali_views(encoded, plan, recipe)
     assert views.shape == (2, 3, 3, 32, 32)
-    if (height, width) == (1, 1):  # nothing beyond the window: the border is torchvision's too
+    if (height, width) == (1, 1):  # no pixels outside of the crop: the border equals torchvision's too
         assert (views.float() - reference_views(encoded, plan, recipe).float()).abs().max() <= 2
 
 
@@ -205,7 +210,7 @@ def test_evaluation_is_resize_256_and_centre_crop_224(interpolation):
     for view, data, size in zip(views, encoded, SIZES, strict=True):
         picture = F.resize(Image.open(io.BytesIO(data)), 256, mode)
         expected = F.pil_to_tensor(F.center_crop(picture, 224))
-        assert (view.float() - expected.float()).abs().mean() < 0.6, size  # half a pixel's shift costs more than 2
+        assert (view.float() - expected.float()).abs().mean() < 0.6, size  # a shift by half a pixel gives more than 2
 
 
 def test_evaluation_of_photographs_is_within_2_levels_of_pillow():
@@ -216,7 +221,7 @@ def test_evaluation_of_photographs_is_within_2_levels_of_pillow():
         assert (view.float() - F.pil_to_tensor(F.center_crop(picture, 224)).float()).abs().mean() < 2
 
 
-def test_small_sets_are_evaluated_as_they_are():
+def test_images_of_the_evaluation_size_are_not_resized():
     pixels = image(height=32, width=32)
     view = dali_eval([encode("PNG", pixels)], ViewsConfig(size=32, eval_resize=32))[0]
     assert torch.equal(view, F.pil_to_tensor(pixels))

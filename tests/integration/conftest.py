@@ -1,4 +1,4 @@
-"""The command of a short run, and the folder of the same run when nothing happens to it."""
+"""Fixtures of whole runs: the command of a short run, and the folder of the same run without a fault."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,43 +11,44 @@ from tests.conftest import TINY
 from tests.faults import Faults, start
 from tests.processes import Started, finish
 
-Words = list[str | Path]
+Arguments = list[str | Path]
 
 
 @pytest.fixture
-def command(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Callable[..., Words]:
-    """Return the words of a run of 9 steps in tmp_path/run that is saved after every second step."""
+def command(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Callable[..., Arguments]:
+    """Return a function that makes the arguments of a run: 9 steps in tmp_path/run, saved after every second step."""
 
-    def words(*more: str, root: Path = tiny_set) -> Words:
+    def arguments(*more: str, root: Path = tiny_set) -> Arguments:
         return ["pretrain", "--config", tiny_config, "--data.root", root, "--run_dir", tmp_path / "run",
                 "--log.every_steps", "2", "--checkpoint.every_steps", "2", *more]  # fmt: skip
 
-    return words
+    return arguments
 
 
 class UnbrokenRun(NamedTuple):
-    """The run that nothing happened to."""
+    """The run without a fault."""
 
     folder: Path
     seconds: float
-    """From the start of its process to the end."""
+    """Time from the start of its process to the end."""
 
 
 @pytest.fixture(scope="session")
 def unbroken_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> UnbrokenRun:
-    """Make the run of `command` without a fault."""
+    """Return the run of `command`, made without a fault."""
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "tiny.yaml").write_text(TINY)
-    words = ["pretrain", "--config", folder / "tiny.yaml", "--data.root", tiny_set, "--run_dir", folder / "run"]
-    assert finish(start([*words[:-1], folder / "first", "--max_steps", "1"], folder)) == [0]  # starts the fork server
+    arguments = ["pretrain", "--config", folder / "tiny.yaml", "--data.root", tiny_set, "--run_dir", folder / "run"]
+    # a first run starts the fork server, so that its start does not count in `seconds`
+    assert finish(start([*arguments[:-1], folder / "first", "--max_steps", "1"], folder)) == [0]
     began = time.monotonic()
-    assert finish(start([*words, "--log.every_steps", "2"], folder)) == [0]
+    assert finish(start([*arguments, "--log.every_steps", "2"], folder)) == [0]
     return UnbrokenRun(folder / "run", time.monotonic() - began)
 
 
 @pytest.fixture
-def two_ranks(command: Callable[..., Words], tmp_path: Path) -> Iterator[Callable[..., list[Started]]]:
-    """Return a function that starts two ranks with faults in the second one; they are killed at the end of the test."""
+def two_ranks(command: Callable[..., Arguments], tmp_path: Path) -> Iterator[Callable[..., list[Started]]]:
+    """Return a function that starts two ranks with faults in the second one. Kill both at the end of the test."""
     started: list[Started] = []
 
     def begin(*more: str, **faults: Any) -> list[Started]:

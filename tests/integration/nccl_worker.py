@@ -1,7 +1,7 @@
-"""A rank of a job over NCCL, or over a stand-in for NCCL on a machine without GPUs.
+"""Main function of a rank of a job over NCCL, or over a stand-in for NCCL on a machine without GPUs.
 
-The stand-in is gloo. gloo notices a lost rank by itself and its clean-up waits for nobody, so both are replaced by what NCCL
-does.
+The stand-in is gloo. Unlike NCCL, gloo detects a lost rank, and its clean-up does not wait for other ranks. The stand-in
+therefore hangs in both cases, as NCCL does.
 """
 
 import threading
@@ -36,7 +36,7 @@ def init_by_gloo(backend: str, *, device_id: Any, **options: Any) -> None:
 
 
 def main(kind: str, failing_rank: int, error: str) -> int:
-    """Raise on the failing rank and hang on the others, as a rank does that waits for a lost one; return the exit code."""
+    """Raise on the failing rank, and hang on the others as if they waited for a lost rank. Return the exit code."""
     try:
         _run(kind, failing_rank, error)
     except InputError as input_error:  # as the command line does

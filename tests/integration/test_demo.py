@@ -1,4 +1,4 @@
-"""The demo in small: all its parts, a few steps."""
+"""The demo runs all its parts, here with a few steps."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ FIGURES = ("linear_top1", "linear_standardised_top1", "knn_top1", "random_linear
            "random_knn_top1", "pixels_knn_top1")  # fmt: skip
 
 
-def test_demo_ends_with_report_picture_and_table(tmp_path: Path) -> None:
+def test_the_demo_writes_a_report_a_picture_and_a_table(tmp_path: Path) -> None:
     done = run("-m", "trainer", "demo", "--run_dir", str(tmp_path / "demo"), "--max_steps", "12", "--log.every_steps", "4",
                "--evaluate.probe_epochs", "2", timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

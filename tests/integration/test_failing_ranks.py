@@ -1,4 +1,4 @@
-"""Jobs of which one rank fails: all ranks end within the time-out, and the log names the cause."""
+"""If one rank fails, all ranks end within the time-out, and the log names the cause."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 from tests.faults import Faults, start
 from tests.integration import nccl_worker
-from tests.integration.conftest import Words
+from tests.integration.conftest import Arguments
 from tests.integration.launch import run
 from tests.integration.run_files import saved_steps, state
 from tests.processes import Started, finish, start_ranks
 
 
-def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_the_only_one(
+def test_a_rank_that_raises_ends_the_job_and_only_its_traceback_is_printed(
     two_ranks: Callable[..., list[Started]],
 ) -> None:
     first, second = two_ranks(raise_at_step=3)
@@ -36,10 +36,10 @@ def test_a_rank_that_is_killed_ends_the_job(two_ranks: Callable[..., list[Starte
     assert state(tmp_path / "run") == ("failed", 1, 2)
 
 
-def test_rank_0_that_is_killed_leaves_a_state_that_says_so(command: Callable[..., Words], tmp_path: Path) -> None:
+def test_another_rank_writes_the_state_if_rank_0_is_killed(command: Callable[..., Arguments], tmp_path: Path) -> None:
     processes = start(command(), tmp_path, Faults(on_rank=0, kill_at_step=3), ranks=2)
     assert finish(processes) == [-signal.SIGKILL, 1]
-    saved = saved_steps(tmp_path / "run")  # the second step's may have been under way
+    saved = saved_steps(tmp_path / "run")  # empty if the kill interrupted the save of step 2
     assert state(tmp_path / "run") == ("failed", 1, saved[-1] if saved else 0)
 
 
@@ -47,27 +47,25 @@ def test_a_rank_that_is_frozen_ends_the_job_within_the_time_out(two_ranks: Calla
     first, second = two_ranks("--timeout_minutes", "0.2", freeze_at_step=3)
     assert first.wait(60) == 1
     assert "another rank has ended or does not answer" in first.output()
-    assert second.is_running()  # whoever started it ends it: torchrun and srun do
+    assert second.is_running()  # torchrun and srun end such a rank; here nothing does
 
 
 def test_a_rank_whose_reads_hang_ends_the_job_within_the_time_out(two_ranks: Callable[..., list[Started]]) -> None:
-    """No exception can end a thread that hangs in a read."""
+    """The watchdog has to end the process, because no exception can end a thread that hangs in a read."""
     everything = tuple(range(48))
     times = ("--timeout_minutes", "0.2", "--log.stall_seconds", "1")
     first, second = two_ranks(*times, bad_reads=everything, bad_read="hangs", bad_reads_after=30)
     assert finish([first, second], 60) == [1, 1]
-    said = second.output()
-    assert "rank 1: no progress for" in said
-    assert "waits for the images of step" in said
-    assert "(reads " in said
-    assert "The process ends" in said
-    assert "in read" in said  # where each thread was
+    output = second.output()
+    assert "rank 1: no progress for" in output
+    assert "waits for the images of step" in output
+    assert "(reads " in output
+    assert "The process ends" in output
+    assert "in read" in output  # from the stack of each thread
 
 
-def test_a_set_that_is_not_there_ends_every_rank_with_exit_code_2(
-    command: Callable[..., Words], tmp_path: Path
-) -> None:
-    """One rank looks before the others, which wait for it: they must learn what it found."""
+def test_a_missing_set_ends_every_rank_with_exit_code_2(command: Callable[..., Arguments], tmp_path: Path) -> None:
+    """One rank opens the set while the others wait for it, so it has to tell them that it failed."""
     processes = start(command(root=tmp_path / "nothing"), tmp_path, ranks=2)
     assert finish(processes, 30) == [2, 2]
     for process in processes:
@@ -87,14 +85,14 @@ def test_a_set_that_is_not_there_ends_every_rank_with_exit_code_2(
     ],
 )
 @pytest.mark.parametrize(
-    ("struck", "error", "code"), [(1, "RuntimeError", 1), (0, "RuntimeError", 1), (1, "InputError", 2)]
+    ("failing", "error", "code"), [(1, "RuntimeError", 1), (0, "RuntimeError", 1), (1, "InputError", 2)]
 )
-def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(
-    kind: str, struck: int, error: str, code: int, tmp_path: Path
+def test_a_rank_that_fails_over_nccl_ends_all_ranks_in_seconds(
+    kind: str, failing: int, error: str, code: int, tmp_path: Path
 ) -> None:
-    """The other rank hangs in a collective, and so would NCCL's clean-up."""
+    """The other rank hangs in a collective, and NCCL's clean-up would hang as well."""
     began = time.monotonic()
-    processes = start_ranks(nccl_worker.main, [kind, struck, error], tmp_path, ranks=2)
+    processes = start_ranks(nccl_worker.main, [kind, failing, error], tmp_path, ranks=2)
     try:
         assert finish(processes) == [code, code]
     finally:
@@ -102,10 +100,10 @@ def test_a_rank_that_fails_under_nccl_ends_all_in_seconds(
             process.kill()
     assert time.monotonic() - began < 45
     outputs = [process.output() for process in processes]
-    assert f"rank {struck} fails and tells the other ranks: " in outputs[struck]
-    assert outputs[struck].rstrip().endswith("what went wrong")
-    assert "before exit: rank " in outputs[1 - struck]
-    assert re.search(rf"this rank ends, because rank {struck} on \S+ failed: .*what went wrong", outputs[1 - struck])
+    assert f"rank {failing} fails and tells the other ranks: " in outputs[failing]
+    assert outputs[failing].rstrip().endswith("what went wrong")
+    assert "before exit: rank " in outputs[1 - failing]
+    assert re.search(rf"this rank ends, because rank {failing} on \S+ failed: .*what went wrong", outputs[1 - failing])
 
 
 SET_UP_FAILS = """
@@ -123,10 +121,10 @@ sys.exit(main())
 """
 
 
-def test_a_failure_before_the_first_step_is_no_preemption_under_torchrun(
-    command: Callable[..., Words], tmp_path: Path
+def test_a_failure_before_the_first_step_under_torchrun_is_not_taken_for_a_preemption(
+    command: Callable[..., Arguments], tmp_path: Path
 ) -> None:
-    """torchrun ends rank 0 by a signal, before rank 0 has heard that rank 1 failed."""
+    """torchrun ends rank 0 by a signal before rank 0 has learnt that rank 1 failed."""
     script = tmp_path / "set_up_fails.py"
     script.write_text(SET_UP_FAILS)
     done = run(str(script), *map(str, command()), ranks=2)
@@ -136,7 +134,9 @@ def test_a_failure_before_the_first_step_is_no_preemption_under_torchrun(
     assert "no room" in found["message"]
 
 
-def test_torchrun_ends_all_and_prints_the_first_traceback_last(command: Callable[..., Words]) -> None:
+def test_torchrun_ends_all_ranks_and_prints_the_traceback_of_the_first_failure(
+    command: Callable[..., Arguments],
+) -> None:
     done = run("-m", "tests.faults", '{"on_rank": 1, "raise_at_step": 3}', *map(str, command()), ranks=2)
     assert done.returncode == 1
     summary = done.stderr[done.stderr.rindex("Root Cause") :]

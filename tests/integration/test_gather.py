@@ -1,4 +1,4 @@
-"""Two ranks that share slices have the gradients of one process on the joined batch."""
+"""Two ranks that share slices have the same gradients as one process on the joined batch."""
 
 import os
 
@@ -17,7 +17,7 @@ VIEWS = (2, 3, 4)
 
 
 def inputs(num_views: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The joined batch (num_views, images, features), an encoder's weights (features, size), permutations."""
+    """Return the joined batch (num_views, images, features), an encoder's weights (features, size), and permutations."""
     generator = torch.Generator().manual_seed(num_views)
     images = RANKS * IMAGES_PER_RANK
     batch = torch.randn(num_views, images, FEATURES, dtype=torch.float64, generator=generator)
@@ -30,6 +30,7 @@ def loss_of(v: Tensor, num_views: int, permutations: Tensor) -> Tensor:
 
 
 def run_rank(folder: str) -> None:
+    """Compute embeddings and gradient on this rank, and save them for each number of views."""
     rank = int(os.environ["RANK"])
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -41,13 +42,14 @@ def run_rank(folder: str) -> None:
         v = gather_rows(mine @ weights, num_views, None)
         (gradient,) = torch.autograd.grad(loss_of(v, num_views, permutations), weights)
         dist.all_reduce(gradient)
-        results[num_views] = (v.detach(), gradient / RANKS)  # the mean over ranks, as DDP takes it
+        results[num_views] = (v.detach(), gradient / RANKS)  # the mean over ranks, as in DDP
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
+    """Return the results of each rank."""
     folder = tmp_path_factory.mktemp("gather")
     for process in start_ranks(run_rank, [str(folder)], folder, RANKS):
         assert process.wait() == 0, process.output()

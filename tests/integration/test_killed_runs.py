@@ -1,4 +1,4 @@
-"""Runs that are killed or meet files that fail, and then continue as if nothing had happened."""
+"""Runs that were killed, or whose files failed, continue like unbroken runs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,35 @@ import json
 import random
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.faults import Faults, start
-from tests.integration.conftest import UnbrokenRun, Words
+from tests.integration.conftest import Arguments, UnbrokenRun
 from tests.integration.launch import run
 from tests.integration.run_files import assert_same_run, metrics, saved_steps
 from tests.processes import finish, wait_until
 
-# --- killed ---
+# --- killed processes ---
 
 
-def test_killed_at_random_moments(command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path) -> None:
-    """From the start of a process to its end, also inside a save; every fifth start is left alone for longer."""
-    rng, kills, words = random.Random(0), 1, command("--checkpoint.every_steps", "1")
-    (process,) = start(words, tmp_path)
+def test_a_run_killed_at_random_times_equals_the_unbroken_run(
+    command: Callable[..., Arguments], unbroken_run: UnbrokenRun, tmp_path: Path
+) -> None:
+    """A kill may happen anywhere between start and end, also inside a save. Every fifth start may run for longer."""
+    rng, kills, arguments = random.Random(0), 1, command("--checkpoint.every_steps", "1")
+    (process,) = start(arguments, tmp_path)
     wait_until(lambda: bool(saved_steps(tmp_path / "run")), process)
     process.kill()
     while True:
-        (process,) = start(words, tmp_path)
-        patience = rng.uniform(0, unbroken_run.seconds) * (3 if kills % 5 == 4 else 1)
+        (process,) = start(arguments, tmp_path)
+        seconds = rng.uniform(0, unbroken_run.seconds) * (3 if kills % 5 == 4 else 1)
         try:
-            assert process.wait(patience) == 0, process.output()
-        except TimeoutError:  # and killed it
+            assert process.wait(seconds) == 0, process.output()
+        except TimeoutError:  # `wait` has killed the process
             kills += 1
             continue
         break
@@ -39,10 +42,10 @@ def test_killed_at_random_moments(command: Callable[..., Words], unbroken_run: U
 
 
 @pytest.mark.parametrize("place", ["writing", "fsync", "rename", "renamed"])
-def test_killed_inside_a_save(
-    place: str, command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path
+def test_a_run_killed_inside_a_save_equals_the_unbroken_run(
+    place: str, command: Callable[..., Arguments], unbroken_run: UnbrokenRun, tmp_path: Path
 ) -> None:
-    """The second save. What it left half done is not taken for a checkpoint, and goes."""
+    """The second save is killed. Its unfinished file is not taken for a checkpoint, and the next start deletes it."""
     assert finish(start(command(), tmp_path, Faults(kill_in_save=(1, place)))) == [-signal.SIGKILL]
     assert saved_steps(tmp_path / "run") == ([2, 4] if place == "renamed" else [2])
     (process,) = start(command(), tmp_path)
@@ -53,10 +56,10 @@ def test_killed_inside_a_save(
     assert_same_run(tmp_path / "run", unbroken_run.folder)
 
 
-def test_from_one_rank_to_two_to_one(
-    command: Callable[..., Words], tiny_set: Path, tiny_config: Path, tmp_path: Path
+def test_a_run_continues_on_two_ranks_and_then_on_one(
+    command: Callable[..., Arguments], tiny_set: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
-    """The same images, order and augmentations; losses equal to rounding, with BatchNorm over all ranks."""
+    """Images and augmentations stay the same. With BatchNorm over all ranks the losses are equal up to rounding."""
     more = ("--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--log.every_steps", "1")
     for ranks, end in ((1, "3"), (2, "6"), (1, "0")):
         assert finish(start(command(*more, "--max_steps", end), tmp_path, ranks=ranks)) == [0] * ranks
@@ -70,19 +73,20 @@ def test_from_one_rank_to_two_to_one(
 
 
 @pytest.mark.parametrize("how", ["vanished", "cut"])
-def test_files_that_fail_are_replaced_alike_after_a_resume_and_by_two_ranks(
-    how: str, command: Callable[..., Words], tmp_path: Path
+def test_unusable_images_have_the_same_replacements_after_a_resume_and_on_two_ranks(
+    how: str, command: Callable[..., Arguments], tmp_path: Path
 ) -> None:
     bad = (3, 4, 30)
     more = ("--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--log.every_steps", "1")
     lines = []
     for name, (ranks, kill_at_step) in {"whole": (0, -1), "killed": (1, 1), "two": (2, 4)}.items():
         run_dir = tmp_path / name
-        words = command(*more, "--run_dir", str(run_dir))
+        arguments = command(*more, "--run_dir", str(run_dir))
+        faults = Faults(bad_reads=bad, bad_read=how)
         if ranks:
-            struck = start(words, tmp_path, Faults(bad_reads=bad, bad_read=how, kill_at_step=kill_at_step), ranks=ranks)
-            assert finish(struck) == [-signal.SIGKILL] * ranks
-        assert finish(start(words, tmp_path, Faults(bad_reads=bad, bad_read=how))) == [0]
+            killed = start(arguments, tmp_path, replace(faults, kill_at_step=kill_at_step), ranks=ranks)
+            assert finish(killed) == [-signal.SIGKILL] * ranks
+        assert finish(start(arguments, tmp_path, faults)) == [0]
         found = [json.loads(line)["id"] for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
         assert sorted(found) == list(bad), name
         lines.append(metrics(run_dir))
@@ -90,8 +94,8 @@ def test_files_that_fail_are_replaced_alike_after_a_resume_and_by_two_ranks(
     assert [line["loss"] for line in lines[2]] == pytest.approx([line["loss"] for line in lines[0]], rel=2e-3)
 
 
-def test_a_passing_fault_of_a_file_system_costs_no_image(
-    command: Callable[..., Words], unbroken_run: UnbrokenRun, tmp_path: Path
+def test_a_temporary_read_error_skips_no_image(
+    command: Callable[..., Arguments], unbroken_run: UnbrokenRun, tmp_path: Path
 ) -> None:
     (process,) = start(command(), tmp_path, Faults(bad_reads=tuple(range(5)), bad_read="io_error_once"))
     assert process.wait() == 0, process.output()
@@ -102,19 +106,21 @@ def test_a_passing_fault_of_a_file_system_costs_no_image(
 # --- long runs ---
 
 
-def test_nothing_grows_over_many_epochs(command: Callable[..., Words], tmp_path: Path) -> None:
-    """40 epochs of 3 steps, saved and logged all the time: a straight line after the third is level. In a process that was
-    not forked: pages that it comes to own would count as growth."""
+def test_memory_files_and_threads_do_not_grow_over_epochs(command: Callable[..., Arguments], tmp_path: Path) -> None:
+    """A line fitted to the memory over 40 epochs of 3 steps, without the first three, is level.
+
+    The run saves and logs often. It is a new process, because in a forked one pages that stop being shared would count.
+    """
     watch = tmp_path / "sizes.txt"
-    words = command("--optimizer.epochs", "40", "--log.tensorboard", "true")
-    done = run("-m", "tests.faults", json.dumps({"watch": str(watch)}), *map(str, words))
+    arguments = command("--optimizer.epochs", "40", "--log.tensorboard", "true")
+    done = run("-m", "tests.faults", json.dumps({"watch": str(watch)}), *map(str, arguments))
     assert done.returncode == 0, done.stderr
     table = np.array([line.split() for line in watch.read_text().splitlines()], dtype=float)
     epochs, late = table[:, 0] / 3, table[:, 0] >= 9
     first, second = np.triu_indices(late.sum(), 1)
     steepness = (table[late, 1][second] - table[late, 1][first]) / (epochs[late][second] - epochs[late][first])
-    slope = np.median(steepness) / table[late, 1].mean()  # of all pairs: a step here and there is no growth
+    slope = np.median(steepness) / table[late, 1].mean()  # the median over all pairs ignores single jumps
     assert slope < 1e-3, f"the memory grows by {slope:.2%} an epoch"
     files, threads = table[late, 2], table[late, 3]
-    assert files.max() - files.min() <= 2  # a checkpoint being written
+    assert files.max() - files.min() <= 2  # more while a checkpoint is written
     assert threads.max() - threads.min() <= 1

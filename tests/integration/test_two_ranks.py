@@ -1,4 +1,4 @@
-"""Two ranks over gloo are one process on the joined batch: gradients, statistics, images, losses."""
+"""Two ranks over gloo equal one process on the joined batch: gradients, statistics, images and losses."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ Results = dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """Of one process, and of two ranks."""
+    """Return the results of one process and of two ranks."""
     folder = tmp_path_factory.mktemp("two_ranks")
     found = []
     for ranks in (1, 2):
@@ -41,56 +41,61 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
         rtol, atol = (0, 1e-2) if "fp16" in case else (1e-8, 1e-10)
         torch.testing.assert_close(two[name], one[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
     largest = max(one[name].abs().max() for name in one if name.endswith("conv1.weight"))
-    if "fp16" in case:  # that the gradients were rounded shows that they were sent so
+    if "fp16" in case:  # the rounding of the gradients shows that they were sent as fp16
         assert (two["projector.last.weight"] - one["projector.last.weight"]).abs().max() > 1e-7 * largest
-    if "fails" in case:  # one rank's slice is enough: no rank makes the update
+    if "fails" in case:  # all ranks skip the update if a slice of one rank fails
         assert largest == 0
         assert two["encoder.bn1.running_mean"].abs().max() == 0
     else:
         assert largest > 1e-4
-    fault, *wishes = two["agreed"].tolist()
-    assert wishes == [True, False]  # stop as the last rank wished, save
+    fault, *requests = two["agreed"].tolist()
+    assert requests == [True, False]  # stop, which the last rank asked for; save
     assert (fault > 0) == ("fails" in case)
     if fault:
         assert describe_fault(fault, WMSE_CHECKS, 2, 1) == "rank 1: a slice of view 0 cannot be whitened"
 
 
-def test_a_line_is_of_all_ranks(results: tuple[Results, Results]) -> None:
-    """Mean loss, failed steps counted once, smallest pivot; a checkpoint holds a rank's share of the sums."""
+def test_a_line_of_metrics_summarizes_all_ranks(results: tuple[Results, Results]) -> None:
+    """It has the mean loss, each skipped update once, and the smallest pivot. A checkpoint holds a rank's share of the sums."""
     one, two = (r["sums"] for r in results)
     assert one["line"].tolist() == pytest.approx([1.0, 1.0, 1 / 2])
     assert two["line"].tolist() == pytest.approx([1.5, 1.0, 1 / 3])
-    assert two["share"].tolist() == [1.5, 1.0, 1.0]  # loss, applied, failed
+    assert two["share"].tolist() == [1.5, 1.0, 1.0]  # loss, applied updates, skipped updates
 
 
-def test_runs_see_the_same_images_and_losses(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
-    """The command itself: one rank and two give the same loss lines, with BatchNorm over all ranks. The run of two ranks
-    stops in the middle of a line, and one goes on with it."""
+def test_runs_on_one_and_two_ranks_have_the_same_images_and_losses(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    """This uses the command, with BatchNorm over all ranks.
+
+    The run on two ranks stops between two lines of metrics, and one rank continues it.
+    """
     lines = []
     for ranks, steps in ((1, 4), (2, 3)):
         run_dir = tmp_path / f"run{ranks}"
-        words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir, "--log.every_steps", "2",
-                 "--log.tensorboard", "true",
-                 "--model.batch_norm_ranks", "all", "--optimizer.name", "lars", "--wmse.iterations", "2",
-                 "--wmse.permutation_block", "16"]  # fmt: skip
-        for process in start([*words, "--max_steps", str(steps)], tmp_path, ranks=ranks):
+        arguments = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", run_dir,
+                     "--log.every_steps", "2", "--log.tensorboard", "true", "--model.batch_norm_ranks", "all",
+                     "--optimizer.name", "lars", "--wmse.iterations", "2", "--wmse.permutation_block", "16"]  # fmt: skip
+        for process in start([*arguments, "--max_steps", str(steps)], tmp_path, ranks=ranks):
             assert process.wait() == 0, process.output()
-            assert "Warning" not in process.output()  # such as DDP's where channels_last was lost
-        assert main([*map(str, words), "--max_steps", "4"]) == 0
+            assert "Warning" not in process.output()  # DDP warns if a gradient is not channels_last
+        assert main([*map(str, arguments), "--max_steps", "4"]) == 0
         lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
     log = (tmp_path / "run2" / "log.txt").read_text()
     assert "groups of 2 neighbouring ranks compute the loss together" in log
     assert "2 rank(s) saved the checkpoint, the run continues with 1" in log
-    assert len(list((tmp_path / "run2" / "tensorboard").iterdir())) == 2  # one writer a start, not one a rank
+    assert len(list((tmp_path / "run2" / "tensorboard").iterdir())) == 2  # one writer per start and not per rank
     for one, two in zip(*lines, strict=True):
         assert (two["step"], two["lr"]) == (one["step"], one["lr"])
         for key in ("loss", "min_pivot", "effective_rank"):
             assert two[key] == pytest.approx(one[key], rel=2e-4)
 
 
-def test_images_that_ranks_cannot_share_are_refused(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
-    words = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
-             "--data.images_per_step", "17", "--wmse.slice_size", "17"]  # fmt: skip
-    for process in start(words, tmp_path, ranks=2):
+def test_a_batch_that_cannot_be_divided_among_the_ranks_is_refused(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    arguments = ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / "run",
+                 "--data.images_per_step", "17", "--wmse.slice_size", "17"]  # fmt: skip
+    for process in start(arguments, tmp_path, ranks=2):
         assert process.wait() == 2
         assert "data.images_per_step is 17, which cannot be divided evenly among 2 ranks: use 34" in process.output()

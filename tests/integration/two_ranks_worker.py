@@ -1,5 +1,6 @@
-"""Make one step of each case on this rank, and save the gradient of every parameter, the running statistics and what the
-ranks agreed on.
+"""Main function of a rank that makes one step of each case.
+
+It saves the gradient of every parameter, the running statistics, and what the ranks agreed on.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ CASES = {
 
 
 def run_case(name: str) -> dict[str, torch.Tensor]:
-    """One step of SGD with rate 1 from fixed weights and pixels, in float64; the last rank wishes to stop."""
+    """Make one SGD step with learning rate 1 from fixed weights and pixels, in float64. The last rank asks to stop."""
     method_name, views, slice_size, iterations, block, norm = CASES[name]
     ranks = find_ranks()
     parts = 4 // ranks.world_size if "parts" in name else 1
@@ -64,7 +65,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     networks = method.networks.double()
     graphs = CompileCounterWithBackend("aot_eager")
     if "compiled" in name:
-        compile_networks(networks, Config(), CPU, backend=graphs)  # raises where the graph breaks
+        compile_networks(networks, Config(), CPU, backend=graphs)  # raises if the graph breaks
     before = {n: p.detach().clone() for n, p in networks.named_parameters()}
     compression = "fp16" if "fp16" in name else "none"
     step = TrainStep(
@@ -80,7 +81,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         0, 256, (views, IMAGES, 3, 16, 16), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
     )
     if "fails" in name:
-        pixels[:, IMAGES // 2 :] = pixels[:, -1:]  # all the same: nothing to whiten
+        pixels[:, IMAGES // 2 :] = pixels[:, -1:]  # equal images, which cannot be whitened
     own = pixels[:, images.first : images.first + images.count]
     own = own.flatten(0, 1).contiguous(memory_format=torch.channels_last)
     result = step(own, 0, 1.0, stop=ranks.rank == ranks.world_size - 1)
@@ -99,7 +100,10 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
 
 
 def run_sums() -> dict[str, torch.Tensor]:
-    """What is logged of a step with loss 1 on the first rank, 2 on the second, and smallest pivot 1/2, 1/3; then one failed."""
+    """Return the metrics of two steps, of which the second update is skipped, and this rank's share of the sums.
+
+    Rank 0 has loss 1 and smallest pivot 1/2, rank 1 has loss 2 and smallest pivot 1/3.
+    """
     ranks, sums = find_ranks(), MetricSums(WMSE.metrics, CPU)
     own = torch.tensor(ranks.rank + 1.0)
     for skipped in (False, True):

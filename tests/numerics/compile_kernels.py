@@ -1,8 +1,8 @@
-"""Compile every Triton kernel for a GPU that need not be there: `compile_kernels.py CAPABILITY SIZE...`, JSON on stdout.
+"""Compiles every Triton kernel for a GPU that this machine may lack: `compile_kernels.py CAPABILITY SIZE...`.
 
-For each kernel, as `kernels.whitening_triton` would launch it, and with the size 0 as `kernels.lars_triton` would:
-registers a thread, bytes spilled, bytes of shared memory of a program, widest load, and whether any product is rounded to
-TF32 or bfloat16. Run in a process of its own, without TRITON_INTERPRET.
+Each kernel is compiled as `kernels.whitening_triton` launches it, and for size 0 as `kernels.lars_triton` does. The result is
+JSON on stdout: registers per thread, bytes spilled, bytes of shared memory per program, number of loads of four elements, and
+whether a product is rounded to TF32 or bfloat16. Run it in a new process, without TRITON_INTERPRET.
 """
 
 import json
@@ -23,7 +23,7 @@ from kernels import lars_triton, whitening_triton
 
 
 def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
-    """Both passes with every kernel's launch replaced by its compilation."""
+    """Run forward and backward with each kernel launch replaced by a compilation. Return the resources of each kernel."""
     built: list[dict[str, Any]] = []
 
     def launch(kernel: Any, grid: Any) -> Any:
@@ -52,7 +52,7 @@ def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
 
 
 def lars_updates() -> None:
-    """Both groups' kernels, for tensors that 16 bytes divide and for others."""
+    """Launch the kernels of both parameter groups, for tensors with and without 16-byte alignment."""
     for numel in (8, 7):
         tensors = [[torch.empty(numel)] for _ in range(3)]
         for trust in (1e-3, None):
@@ -67,16 +67,18 @@ def _type(value: Any) -> str:
 
 
 def _resources(compiled: Any, capability: int) -> dict[str, Any]:
+    """Return the resources of a compiled kernel, as ptxas reports them."""
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(compiled.asm["ptx"])
         ptx.flush()
         architecture = f"-arch=sm_{capability}{'a' if capability >= 90 else ''}"
         command = [str(ptxas), "-v", architecture, ptx.name, "-o", "/dev/null"]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers is not None, said
-    assert spilled is not None, said
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    assert registers is not None, report
+    assert spilled is not None, report
     return {
         "registers": int(registers[1]),
         "spilled": int(spilled[1]),

@@ -1,6 +1,6 @@
-"""kernels.backends and the choice in kernels.whitening: who can, what is asked of the table, and what "auto" says.
+"""Choice of a whitening backend: which backends can run, how "auto" uses the table, and what it logs.
 
-tests/unit/test_backends_table.py has the table itself.
+tests/unit/test_backends_table.py tests the table itself.
 """
 
 import json
@@ -17,7 +17,7 @@ from trainer.losses.wmse import wmse_loss
 
 @pytest.fixture(autouse=True)
 def no_remembered_choice():
-    """A choice is made once a size."""
+    """Clear the caches, because a choice is made once for each size."""
     caches = whitening._chosen, backends._measured
     for cache in caches:
         cache.cache_clear()
@@ -26,7 +26,7 @@ def no_remembered_choice():
         cache.cache_clear()
 
 
-def test_auto_says_once_a_size_what_it_took(caplog):
+def test_auto_logs_its_choice_once_for_each_size(caplog):
     with caplog.at_level(logging.INFO, logger="kernels.whitening"):
         for batch in (1, 1, 2, 2):
             whiten(torch.randn(batch, 8, 4))
@@ -37,7 +37,7 @@ def test_auto_says_once_a_size_what_it_took(caplog):
     ]
 
 
-def test_the_fastest_is_asked_for_by_the_sizes_of_the_slices_and_taken(monkeypatch):
+def test_auto_uses_the_fastest_backend_for_the_sizes_of_the_slices(monkeypatch):
     asked = []
 
     def choose_the_reference(*arguments):
@@ -48,10 +48,10 @@ def test_the_fastest_is_asked_for_by_the_sizes_of_the_slices_and_taken(monkeypat
     x = torch.randn(3, 9, 4, dtype=torch.float64).requires_grad_()
     z = whiten(x)
     assert z.grad_fn is not None
-    assert "Whiten" not in z.grad_fn.name()  # the node of the other backends
+    assert "Whiten" not in z.grad_fn.name()  # only the other backends have this node
     whiten(x.float())
     whiten(x.float(), cholesky_float64=True)
-    # 2 views of 27 images, twice: 12 slices. The table is asked again, since these are other sizes
+    # 2 views of 27 images, twice, are 12 slices: another size, for which auto looks at the table again
     loss = wmse_loss(torch.randn(54, 4).requires_grad_(), num_views=2, slice_size=9, iterations=2)
     assert loss.grad_fn is not None
     assert "FusedLoss" not in loss.grad_fn.name()
@@ -60,12 +60,12 @@ def test_the_fastest_is_asked_for_by_the_sizes_of_the_slices_and_taken(monkeypat
     ]  # fmt: skip
 
 
-def test_a_named_backend_asks_for_no_table(monkeypatch):
+def test_a_named_backend_does_not_use_the_table(monkeypatch):
     monkeypatch.setattr(whitening, "fastest_backend", None)
     assert whiten(torch.randn(3, 9, 4), backend="torch").shape == (3, 9, 4)
 
 
-def test_each_device_has_a_table_of_its_own(monkeypatch, tmp_path):
+def test_each_device_type_has_a_separate_table(monkeypatch, tmp_path):
     monkeypatch.setattr(backends, "__file__", str(tmp_path / "backends.py"))
     monkeypatch.setattr(backends, "_has_triton", lambda: True)
     cell = {"slices": 1, "rows": 9, "size": 4, "microseconds": {"torch": 2.0, "triton": 1.0}}
@@ -74,7 +74,7 @@ def test_each_device_has_a_table_of_its_own(monkeypatch, tmp_path):
     assert fastest_backend("cpu", 1, 9, 4, in_float64=False) == "torch"
 
 
-def test_what_keeps_triton_from_running(monkeypatch):
+def test_the_reason_why_triton_cannot_run_is_given(monkeypatch):
     monkeypatch.setattr(backends, "_has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why_not("triton", "cuda", 512, in_float64=False) is None
@@ -89,7 +89,7 @@ def test_what_keeps_triton_from_running(monkeypatch):
         assert why_not(name, "cpu", 4096, in_float64=True) is None
 
 
-def test_an_interpreted_kernel_does_not_run_at_full_speed(monkeypatch):
+def test_interpreted_kernels_do_not_count_as_available_on_a_cpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backends, "_has_triton", lambda: True)
     assert backends_for(torch.device("cpu")) == ("reference", "torch")

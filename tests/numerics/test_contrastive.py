@@ -1,4 +1,4 @@
-"""The contrastive loss against fixed values, its definition, and its gradient over ranks."""
+"""The contrastive loss equals fixed values and its definition, and its mean over ranks equals the loss of all rows."""
 
 import math
 
@@ -16,7 +16,10 @@ V = torch.sin(1.7 * _I + 2.3 * _J + 0.31 * _I * _J)
 
 
 def definition(v: Tensor, num_views: int, temperature: float, normalize: bool = True) -> Tensor:
-    """Equation InfoNCE, pair by pair: cross-entropy of each row over the other view and the own view without the row itself."""
+    """Return the InfoNCE loss, computed pair by pair.
+
+    It is the cross-entropy of each row over the rows of the other view and those of the same view without the row itself.
+    """
     views = v.unflatten(0, (num_views, -1))
     if normalize:
         views = views / views.norm(dim=-1, keepdim=True)
@@ -40,8 +43,8 @@ def definition(v: Tensor, num_views: int, temperature: float, normalize: bool = 
         (2, {"temperature": 1.0, "normalize": False}, 3.619598379193),
     ],
 )
-def test_values_of_the_authors_code(num_views: int, options: dict, value: float) -> None:
-    """Values that the W-MSE authors' published `contrastive_loss` gives for V (the mean over pairs of views for 4 views)."""
+def test_the_loss_has_the_values_of_the_authors_code(num_views: int, options: dict, value: float) -> None:
+    """The values are those of the W-MSE authors' published `contrastive_loss` for V; for 4 views the mean over pairs."""
     assert contrastive_loss(V[: 16 * num_views], num_views=num_views, **options).item() == pytest.approx(
         value, abs=1e-12
     )
@@ -49,7 +52,7 @@ def test_values_of_the_authors_code(num_views: int, options: dict, value: float)
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("num_views", [2, 3])
-def test_loss_and_gradient_are_those_of_the_definition(num_views: int, normalize: bool) -> None:
+def test_loss_and_gradient_equal_the_definition(num_views: int, normalize: bool) -> None:
     v = V[: 6 * num_views].clone().requires_grad_()
     options = {"num_views": num_views, "temperature": 0.7, "normalize": normalize}
     loss = contrastive_loss(v, **options)
@@ -62,7 +65,7 @@ def test_loss_and_gradient_are_those_of_the_definition(num_views: int, normalize
 
 @pytest.mark.parametrize("num_views", [2, 4])
 def test_the_mean_over_ranks_is_the_loss_of_all_rows(num_views: int) -> None:
-    """Four ranks with four images each: their mean loss, and the sum of the gradients at the candidates."""
+    """Four ranks have four images each. The gradient is the sum of those at the candidates."""
     v = V[: 16 * num_views].clone().requires_grad_()
     whole = contrastive_loss(v, num_views=num_views)
     (expected,) = torch.autograd.grad(whole, v)
@@ -77,8 +80,8 @@ def test_the_mean_over_ranks_is_the_loss_of_all_rows(num_views: int) -> None:
     assert (gradient - expected).abs().max() < 1e-12
 
 
-def test_limits() -> None:
-    """Equal views at a temperature towards 0 cost nothing; embeddings that say nothing cost log(2N - 1)."""
+def test_equal_views_cost_nothing_and_equal_embeddings_cost_log_2n_minus_1() -> None:
+    """Equal views have loss 0 as the temperature approaches 0. Embeddings without information have loss log(2N - 1)."""
     same = torch.nn.functional.normalize(V[:16], dim=1).repeat(2, 1)
     assert contrastive_loss(same, num_views=2, temperature=1e-3) < 1e-3
     assert contrastive_loss(torch.ones(32, 4, dtype=torch.float64), num_views=2).item() == pytest.approx(math.log(31))
@@ -90,7 +93,7 @@ def test_the_order_of_images_does_not_matter() -> None:
     assert abs(contrastive_loss(moved, num_views=2) - contrastive_loss(V[:32], num_views=2)) < 1e-12
 
 
-def test_it_is_computed_in_float32_under_autocast() -> None:
+def test_the_loss_is_computed_in_float32_under_autocast() -> None:
     v = V[:32].float()
     with torch.autocast("cpu", torch.bfloat16):
         found = contrastive_loss(v, num_views=2)

@@ -1,4 +1,4 @@
-"""LARS by Triton kernels against the update tensor by tensor: interpreted on a CPU, as compiled on a GPU."""
+"""LARS with Triton kernels equals the update tensor by tensor. The kernels are compiled on a GPU, interpreted on a CPU."""
 
 import json
 import os
@@ -13,18 +13,19 @@ from tests.conftest import ROOT
 from trainer.optimizer import Lars, parameter_groups, update
 
 lars_triton = pytest.importorskip("kernels.lars_triton", reason="the Triton kernels need the package triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy, of the NaN that tests make
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy warns of the tests' NaN
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 RATES = (0.5, 2.0, 0.1)
-# one element, part of a chunk, several chunks and cut ones, kernels of convolutions, vectors without adaptation
+# one element, part of a chunk, several chunks with a partial one, weights of convolutions, vectors without adaptation
 SHAPES = [(1, 1), (3, 1), (lars_triton.CHUNK + 1, 1), (5, 4096), (8, 3, 3, 3), (6, 4, 1, 1), (7,), (64,)]
-ALIGNED_SHAPES = [(4, 1), (8, 2), (lars_triton.CHUNK + 4, 1), (5, 4096), (8, 3, 3, 3), (64,)]  # loaded four at once
+# all sizes are multiples of four, so that the kernels load four elements at once
+ALIGNED_SHAPES = [(4, 1), (8, 2), (lars_triton.CHUNK + 4, 1), (5, 4096), (8, 3, 3, 3), (64,)]
 
 
 class Tensors(nn.Module):
-    """Weights of all shapes, of which the second is zero; channels_last where there are channels."""
+    """Module with a weight of each shape, channels_last if it has four dimensions. The second weight is zero."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ def optimizer_of(model: nn.Module, *, by_triton: bool, weight_decay: float = 1e-
 
 
 def set_gradients(model: nn.Module, step: int, *, like_weights: bool = True) -> None:
-    """New tensors each time; like_weights: of the weights' strides, as torch's backward leaves them."""
+    """Give each weight a new gradient tensor. like_weights: with the strides of the weight, as torch's backward makes it."""
     generator = torch.Generator().manual_seed(step)
     for number, p in enumerate(model.parameters()):
         g = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
@@ -48,7 +49,7 @@ def set_gradients(model: nn.Module, step: int, *, like_weights: bool = True) -> 
 
 
 def tensors_of(optimizer: Lars) -> list[Tensor]:
-    """Weights and momentum."""
+    """Return weights and momentum."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     return [x for p in weights for x in (p.detach(), optimizer.state[p]["momentum_buffer"])]
 
@@ -66,10 +67,10 @@ def bit(value: bool) -> Tensor:
         (ALIGNED_SHAPES, True, 1e-2, torch.float64),
     ],
 )
-def test_steps_are_those_tensor_by_tensor(
+def test_updates_equal_those_tensor_by_tensor(
     shapes: list[tuple[int, ...]], like_weights: bool, weight_decay: float, dtype: torch.dtype
 ) -> None:
-    """Gradients lie elsewhere in each step; those of convolutions are channels_last like the weights, or not."""
+    """Gradients have other addresses in each step. Those of convolutions are channels_last like the weights, or not."""
     ours, plain = Tensors(shapes), Tensors(shapes).to("cpu", dtype)
     fast = optimizer_of(ours, by_triton=True, weight_decay=weight_decay)
     slow = optimizer_of(plain, by_triton=False, weight_decay=weight_decay)
@@ -77,7 +78,7 @@ def test_steps_are_those_tensor_by_tensor(
     for step, rate in enumerate(RATES):
         for model, optimizer in ((ours, fast), (plain, slow)):
             set_gradients(model, step, like_weights=like_weights)
-            kept.append([p.grad for p in model.parameters()])  # so that no address comes back
+            kept.append([p.grad for p in model.parameters()])  # so that no address is used again
             update(optimizer, rate, torch.tensor(False, device=next(model.parameters()).device))
     for actual, expected in zip(tensors_of(fast), tensors_of(slow), strict=True):
         assert not expected.isnan().any()
@@ -86,7 +87,7 @@ def test_steps_are_those_tensor_by_tensor(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
-def test_a_failed_step_changes_no_bit_and_the_next_one_counts(value: float) -> None:
+def test_a_skipped_update_changes_no_bit_and_the_next_one_is_applied(value: float) -> None:
     model, unbroken = Tensors(SHAPES), Tensors(SHAPES)
     optimizer, other = optimizer_of(model, by_triton=True), optimizer_of(unbroken, by_triton=True)
     for step, rate in enumerate(RATES):
@@ -103,15 +104,15 @@ def test_a_failed_step_changes_no_bit_and_the_next_one_counts(value: float) -> N
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(optimizer), tensors_of(other), strict=True))
 
 
-def test_other_weights_and_a_loaded_state_are_found() -> None:
-    """A parameter without a gradient is left out; moments of a checkpoint lie elsewhere."""
+def test_missing_gradients_and_a_loaded_state_are_handled() -> None:
+    """A parameter without a gradient is not updated, and the momentum of a checkpoint has another address."""
     ours, plain = Tensors(SHAPES), Tensors(SHAPES)
     fast, slow = optimizer_of(ours, by_triton=True), optimizer_of(plain, by_triton=False)
-    for step, left_out in enumerate((None, 2, None)):
+    for step, without_gradient in enumerate((None, 2, None)):
         for model, optimizer in ((ours, fast), (plain, slow)):
             set_gradients(model, step)
-            if left_out is not None:
-                list(model.parameters())[left_out].grad = None
+            if without_gradient is not None:
+                list(model.parameters())[without_gradient].grad = None
             optimizer.load_state_dict(optimizer.state_dict())
             update(optimizer, 0.5, bit(False))
     for actual, expected in zip(tensors_of(fast), tensors_of(slow), strict=True):
@@ -119,7 +120,7 @@ def test_other_weights_and_a_loaded_state_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_a_tensor_of_more_chunks_than_are_added_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_norm_of_a_tensor_with_many_chunks_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lars_triton, "CHUNK", 64)
     monkeypatch.setattr(lars_triton, "BLOCK", 32)
     shapes = [(5, 4096), (3, 1)]
@@ -133,8 +134,8 @@ def test_a_tensor_of_more_chunks_than_are_added_up_at_once(monkeypatch: pytest.M
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_that_16_bytes_do_not_divide() -> None:
-    """As DDP's views of a bucket may lie."""
+def test_gradients_without_16_byte_alignment_are_applied() -> None:
+    """DDP's gradients are views of a bucket, which may have such addresses."""
     shapes = [(4, 4), (8, 2)]
     ours, plain = Tensors(shapes), Tensors(shapes)
     for model, by_triton in ((ours, True), (plain, False)):
@@ -147,7 +148,7 @@ def test_gradients_that_16_bytes_do_not_divide() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="triton's own assembler is there on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="triton has an assembler on Linux only")
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_kernels_compile_without_spilling_and_load_four_elements_at_once(capability: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -158,14 +159,14 @@ def test_kernels_compile_without_spilling_and_load_four_elements_at_once(capabil
     assert [kernel["kernel"] for kernel in kernels] == ["squares", "update", "update"] * 2
     for kernel in kernels:
         assert kernel["spilled"] == 0
-        assert kernel["registers"] <= 80  # six programs of 128 threads, of 2,048 that a multiprocessor holds at most
+        assert kernel["registers"] <= 80  # so that six programs of 128 threads fit on a multiprocessor
         assert (kernel["wide_loads"] > 0) == kernel["ALIGNED"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: kernels are interpreted here")
 @pytest.mark.parametrize("shapes", [SHAPES, ALIGNED_SHAPES])
-def test_a_gpu_computes_what_foreach_does_and_waits_for_nothing(shapes: list[tuple[int, ...]]) -> None:
+def test_updates_on_a_gpu_equal_foreach_and_do_not_synchronize(shapes: list[tuple[int, ...]]) -> None:
     ours, plain = Tensors(shapes), Tensors(shapes)
     fast, slow = optimizer_of(ours, by_triton=True), optimizer_of(plain, by_triton=False)
     for step, rate in enumerate(RATES):

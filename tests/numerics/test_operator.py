@@ -1,4 +1,4 @@
-"""kernels.torch_ops: one node for autograd, one operator for torch.compile, no second derivative."""
+"""kernels.torch_ops: the whitening is one autograd node and one operator for torch.compile, without a second derivative."""
 
 import shutil
 
@@ -12,20 +12,20 @@ from trainer.losses.wmse import wmse_loss, wmse_loss_with_status
 
 
 @pytest.mark.parametrize("power", [1, 3])
-def test_second_derivative_is_refused(power):
+def test_a_second_derivative_is_refused(power):
     x = rows_of_condition(1, 9, 4, 1e1).requires_grad_()
     loss = whiten(x, backend="torch").pow(power).sum()
     with pytest.raises(NotImplementedError, match=r"'torch' .* no second derivative.* backend='reference'"):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_second_derivative_of_the_reference():
+def test_the_reference_has_a_second_derivative():
     x = rows_of_condition(1, 5, 2, 1e1).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: whiten(x, backend="reference"), x)
 
 
 class _Cut(torch.autograd.Function):
-    """Passes a value on, and no gradient at all (not even zeros) back."""
+    """Identity that passes no gradient back, not even zeros."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -36,14 +36,14 @@ class _Cut(torch.autograd.Function):
         return None
 
 
-def test_where_no_gradient_comes_back_none_is_passed_on():
+def test_without_an_incoming_gradient_none_is_returned():
     x = rows_of_condition(2, 9, 4, 1e1).requires_grad_()
     sizes = {"num_views": 2, "slice_size": 9, "permutations": torch.arange(9)[None]}
     for value in (whiten(x, backend="torch"), wmse_loss(x.flatten(0, 1), **sizes, backend="torch")):
         assert torch.autograd.grad(_Cut.apply(value).sum(), x, allow_unused=True) == (None,)
 
 
-def test_status_is_not_differentiable():
+def test_the_status_has_no_gradient():
     x = rows_of_condition(2, 9, 4, 1e1).requires_grad_()
     for backend in ("reference", "torch"):
         z, status = whiten_with_status(x, backend=backend)
@@ -56,7 +56,7 @@ def test_status_is_not_differentiable():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("eps", "cholesky_float64"), [(0.0, False), (0.1, False), (0.1, True)])
-def test_the_compiler_is_told_the_shapes_and_dtypes_that_come_out(dtype, eps, cholesky_float64):
+def test_the_operator_declares_its_output_shapes_and_dtypes(dtype, eps, cholesky_float64):
     x = rows_of_condition(2, 9, 4, 1e1).to(dtype)
     arguments = (x, eps, cholesky_float64, "torch")
     checks = ("test_schema", "test_faketensor")
@@ -67,7 +67,7 @@ def test_the_compiler_is_told_the_shapes_and_dtypes_that_come_out(dtype, eps, ch
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiles_as_one_graph(compiler):
+def test_the_whitening_compiles_as_one_graph(compiler):
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
     x = rows_of_condition(3, 33, 8, 1e2).float()

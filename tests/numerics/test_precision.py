@@ -1,4 +1,4 @@
-"""kernels.precision: full float32 inside, and every setting as it was outside."""
+"""kernels.precision computes in full float32 and restores every setting afterwards."""
 
 import pytest
 import torch
@@ -17,12 +17,13 @@ PRECISIONS = {
 
 
 def matmul_precision() -> str:
-    """Of the library that multiplies on the device these tests run on, the CPU."""
+    """Return the precision of matrix products on the CPU, on which these tests run."""
     return torch.backends.mkldnn.matmul.fp32_precision
 
 
 @pytest.fixture
 def restored_precision():
+    """Restore the precision of matrix products after the test."""
     yield
     torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
@@ -31,9 +32,9 @@ def restored_precision():
 
 
 @pytest.mark.parametrize("allow", PRECISIONS.values(), ids=PRECISIONS.keys())
-def test_products_are_float32_whatever_is_allowed_and_the_setting_returns(restored_precision, monkeypatch, allow):
+def test_products_are_float32_under_every_setting_which_is_then_restored(restored_precision, monkeypatch, allow):
     seen = []
-    for name in ("bmm", "baddbmm"):  # both run in the forward or the backward of the torch backend
+    for name in ("bmm", "baddbmm"):  # the torch backend uses both
         plain = getattr(torch, name)
 
         def spy(*arguments, plain=plain, **keywords):
@@ -46,7 +47,7 @@ def test_products_are_float32_whatever_is_allowed_and_the_setting_returns(restor
     seen.clear()
     allow()
     before = matmul_precision()
-    with torch.autocast("cpu", torch.bfloat16):  # the backward runs under it too
+    with torch.autocast("cpu", torch.bfloat16):  # covers forward and backward
         ours = value_and_gradient(lambda x: whiten(x, backend="torch"), x, x)
         assert torch.is_autocast_enabled("cpu")
     assert seen == [True] * 5
@@ -55,7 +56,7 @@ def test_products_are_float32_whatever_is_allowed_and_the_setting_returns(restor
         assert torch.equal(actual, expected)
 
 
-def test_a_setting_that_followed_the_global_one_still_follows_it(restored_precision):
+def test_a_setting_that_follows_the_global_one_still_follows_it(restored_precision):
     torch.backends.fp32_precision = "tf32"
     with full_float32(torch.device("cpu")):
         pass
@@ -63,7 +64,7 @@ def test_a_setting_that_followed_the_global_one_still_follows_it(restored_precis
     assert matmul_precision() == "ieee"
 
 
-def test_the_setting_returns_after_an_error(restored_precision):
+def test_the_setting_is_restored_after_an_error(restored_precision):
     torch.set_float32_matmul_precision("high")
     with pytest.raises(ZeroDivisionError), full_float32(torch.device("cpu")):
         raise ZeroDivisionError

@@ -1,6 +1,6 @@
-"""kernels.whitening against the definition, written once more, in other words, and differentiated by autograd.
+"""kernels.whitening equals a second, independent definition, whose gradient autograd computes.
 
-The backends here run on any machine; test_whitening_triton.py has the third.
+These backends run on any machine; test_whitening_triton.py tests the third one.
 """
 
 import math
@@ -38,20 +38,20 @@ each_backend = pytest.mark.parametrize("backend", BACKEND_NAMES)
     eps=st.sampled_from([0.0, 1e-4, 0.3]),
     seed=st.integers(0, 1000),
 )
-def test_float64_value_and_gradient_are_the_definitions(backend, batch, size, extra, exponent, scale, eps, seed):
+def test_float64_value_and_gradient_equal_the_definition(backend, batch, size, extra, exponent, scale, eps, seed):
     x = rows_of_condition(batch, 2 * size + extra, size, 10**exponent, scale, seed) + scale
     grad_z = random_like(x, seed)
     expected, expected_gradient = value_and_gradient(lambda x: definition(x, eps), x, grad_z)
     z, gradient = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
     assert relative_error(z, expected) < 1e-9
-    # Of few rows hardly any gradient is left (none for k=1, M=2): the direct term G W of the backward is the measure then.
+    # With few rows the gradient nearly cancels (it is 0 for k=1, M=2), so it is measured against the term G W of the backward.
     measure = max(expected_gradient.abs().max(), 1 / x.std())
     assert (gradient - expected_gradient).abs().max() < 1e-9 * measure
 
 
 @each_backend
 @pytest.mark.parametrize("eps", [0.0, 0.2])
-def test_gradcheck(backend, eps):
+def test_the_gradient_passes_gradcheck(backend, eps):
     x = torch.randn(2, 9, 4, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(0))
     assert torch.autograd.gradcheck(lambda x: whiten(x, eps=eps, backend=backend), x)
 
@@ -65,7 +65,7 @@ def test_one_row_more_than_columns_is_enough(backend):
 @each_backend
 @pytest.mark.parametrize(("num_rows", "size"), [(128, 64), (256, 128), (45, 17)])
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
-def test_float32_errs_at_most_twice_as_much_as_plain_autograd(backend, num_rows, size, condition):
+def test_float32_errors_are_at_most_twice_those_of_plain_autograd(backend, num_rows, size, condition):
     x = rows_of_condition(8, num_rows, size, condition)
     assert_as_good_as_plain_float32(lambda x, eps: whiten(x, eps=eps, backend=backend), x)
 
@@ -84,13 +84,13 @@ random_float32_case = {
 @each_backend
 @settings(max_examples=60, deadline=None)
 @given(**random_float32_case, extra=st.one_of(st.integers(8, 60), st.integers(1, 7)))
-def test_float32_at_random_sizes(backend, batch, size, extra, exponent, scale, shift, eps, seed):
-    """With M - k rows to spare the chance that the smallest eigenvalue of a covariance falls below t goes as t^((M-k)/2).
+def test_float32_errors_are_bounded_at_random_sizes(backend, batch, size, extra, exponent, scale, shift, eps, seed):
+    """No well-conditioned slice is refused, and errors are bounded while the condition leaves a digit.
 
-    So a sample's condition may be far above its population's (1e10 was seen for 1e6, with one to seven to spare) and
-    there any float32 loses all digits. What is true: no slice is refused whose correlation's smallest eigenvalue is well
-    above a machine epsilon (10 was the most, of 2,690 slices that were refused), and errors are the definition's while the
-    condition leaves a digit.
+    The probability that the smallest eigenvalue of a covariance of M rows falls below t is proportional to t^((M-k)/2). With
+    one to seven rows more than columns a sample's condition may therefore be far above its population's (1e10 instead of 1e6
+    was seen), and float32 loses all digits. Of 2,690 slices that were refused, none had a correlation whose smallest
+    eigenvalue was above 10 machine epsilons.
     """
     x = (rows_of_condition(batch, size + extra, size, 10**exponent, scale, seed) + shift * scale).float()
     ok = whiten_with_status(x, eps=eps, backend=backend)[1].ok
@@ -106,7 +106,7 @@ def test_float32_at_random_sizes(backend, batch, size, extra, exponent, scale, s
 @each_backend
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 def test_a_float64_factor_rounds_only_the_result(backend, eps):
-    """At condition 1e6 float32 keeps two or three digits of z; the inputs are float32 in both."""
+    """At condition 1e6 a float32 factor leaves two or three digits of z. The inputs are float32 in both cases."""
     x = rows_of_condition(3, 64, 32, 1e6).float()
     grad_z = random_like(x)
     exact = value_and_gradient(lambda x: definition(x, eps), x.double(), grad_z)
@@ -127,7 +127,7 @@ def test_a_float64_factor_whitens_what_float32_refuses(backend):
 
 
 @each_backend
-def test_a_float64_factor_does_not_take_the_rounding_of_float32_rows_for_signal(backend):
+def test_a_float64_factor_refuses_columns_that_depend_up_to_float32_rounding(backend):
     x = torch.randn(100, 64, 32, generator=torch.Generator().manual_seed(0)) + 100
     dependent, constant = x.clone(), x.clone()
     dependent[:, :, -1] = 1.7 * x[:, :, 0]
@@ -154,7 +154,7 @@ def test_whitened_rows_have_zero_mean_and_identity_covariance(backend, dtype):
 @each_backend
 @given(batch=st.integers(1, 3), size=st.integers(1, 12), seed=st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
-def test_shift_and_positive_scale_of_a_column_change_nothing(backend, batch, size, seed):
+def test_whitening_is_invariant_to_shift_and_positive_scale_of_a_column(backend, batch, size, seed):
     x = rows_of_condition(batch, 2 * size + 3, size, 1e3, seed=seed)
     grad_z = random_like(x, seed)
     scale = 10 ** (10 * random_like(x[0, 0], seed).sigmoid() - 5)
@@ -167,7 +167,7 @@ def test_shift_and_positive_scale_of_a_column_change_nothing(backend, batch, siz
 
 @each_backend
 @pytest.mark.parametrize("eps", [0.0, 0.2])
-def test_slices_know_nothing_of_each_other_and_rows_have_no_order(backend, eps):
+def test_slices_are_independent_and_the_order_of_rows_does_not_matter(backend, eps):
     x = rows_of_condition(5, 33, 8, 1e3)
     grad_z = random_like(x)
     expected = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
@@ -196,12 +196,12 @@ def test_status_reports_the_smallest_pivot_relative_to_the_mean_variance(backend
 @each_backend
 @pytest.mark.parametrize(("fault", "eps"), FAULTS)
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_a_bad_slice_harms_no_other(backend, fault, eps, bad):
+def test_a_slice_that_fails_does_not_change_the_others(backend, fault, eps, bad):
     x = rows_of_condition(4, 33, 16, 1e2).float()
     grad_z = random_like(x)
     clean = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
     spoil(x[bad], fault)
-    grad_z[bad] = float("nan")  # as from a division by the norm of z = 0
+    grad_z[bad] = float("nan")  # as a division by the norm of z = 0 gives
     spoiled = value_and_gradient(lambda x: whiten(x, eps=eps, backend=backend), x, grad_z)
     status = whiten_with_status(x, eps=eps, backend=backend)[1]
     good = [i for i in range(4) if i != bad]
@@ -216,8 +216,8 @@ def test_a_bad_slice_harms_no_other(backend, fault, eps, bad):
 @each_backend
 @pytest.mark.parametrize("scale", [1.0, 1e5])
 @pytest.mark.parametrize(("batch", "size"), [(100, 32), (20, 80)], ids=["factored_whole", "factored_in_halves"])
-def test_no_dependent_or_constant_column_passes_by_luck(backend, scale, batch, size):
-    """In float32 the last pivot is then noise of either sign: half the factors succeed, the others report it in info."""
+def test_every_slice_with_a_dependent_or_constant_column_is_refused(backend, scale, batch, size):
+    """In float32 the last pivot is noise of either sign, so that half of the Cholesky factors succeed by chance."""
     x = scale * torch.randn(batch, 2 * size, size, generator=torch.Generator().manual_seed(0))
     dependent, constant = x.clone(), x.clone()
     dependent[:, :, -1] = 1.7 * x[:, :, 0]
@@ -230,13 +230,13 @@ def test_no_dependent_or_constant_column_passes_by_luck(backend, scale, batch, s
 
 @each_backend
 def test_columns_a_hundred_thousand_deviations_from_zero_are_whitened(backend):
-    """Their rounding is a hundredth of their deviation: still signal."""
+    """Their rounding error is a hundredth of their standard deviation."""
     x = torch.randn(4, 200, 8, generator=torch.Generator().manual_seed(0)) + 1e5
     assert whiten_with_status(x, backend=backend)[1].ok.all()
 
 
 @each_backend
-def test_the_forward_ignores_autocast(backend):
+def test_the_forward_pass_ignores_autocast(backend):
     x = rows_of_condition(2, 33, 8, 1e3).float()
     expected = whiten(x, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
@@ -256,6 +256,6 @@ def test_the_forward_ignores_autocast(backend):
         (torch.zeros(1, 8, 4), {"backend": "cuda"}, "available: auto, reference, torch, triton"),
     ],
 )
-def test_bad_arguments_are_named(x, keywords, message):
+def test_invalid_arguments_are_refused(x, keywords, message):
     with pytest.raises(ValueError, match=message):
         whiten(x, **keywords)

@@ -1,4 +1,4 @@
-"""The Triton kernels against the definition: on a GPU at all sizes, elsewhere interpreted, at a few small ones."""
+"""The Triton kernels equal the definition: at all sizes on a GPU, and at a few small ones interpreted on a CPU."""
 
 import json
 import os
@@ -27,13 +27,13 @@ from tests.numerics.whitening_cases import (
 from trainer.losses.wmse import wmse_loss
 
 whitening_triton = pytest.importorskip("kernels.whitening_triton", reason="the Triton kernels need the package triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy, of the NaN that tests make
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy warns of the tests' NaN
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device: kernels are interpreted here")
 
-# (slices, rows, size): one panel and several, full and cut tiles, few rows and many
+# (slices, rows, size): one panel and several, full and partial tiles, few rows and many
 SIZES = [(2, 5, 2), (1, 40, 8), (2, 33, 16), (1, 70, 33), (1, 100, 64)]
 if ON_GPU:
     SIZES += [(4096, 16, 8), (8, 128, 64), (3, 101, 100), (4, 256, 128), (64, 256, 128), (2, 300, 150), (2, 513, 256)]
@@ -48,7 +48,7 @@ def triton_whiten(x: Tensor, eps: float = 0.0) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "num_rows", "size"), SIZES)
 @pytest.mark.parametrize("eps", [0.0, 0.05])
-def test_value_and_gradient_of_all_sizes(batch, num_rows, size, eps):
+def test_value_and_gradient_are_accurate_at_all_sizes(batch, num_rows, size, eps):
     x = rows_of_condition(batch, num_rows, size, 1e2).to(DEVICE) + 1
     assert_as_good_as_plain_float32(triton_whiten, x, eps)
 
@@ -56,7 +56,7 @@ def test_value_and_gradient_of_all_sizes(batch, num_rows, size, eps):
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "num_rows", "size"), CONDITIONED)
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
-def test_value_and_gradient_of_ill_conditioned_rows(batch, num_rows, size, condition):
+def test_value_and_gradient_are_accurate_for_ill_conditioned_rows(batch, num_rows, size, condition):
     assert_as_good_as_plain_float32(triton_whiten, rows_of_condition(batch, num_rows, size, condition).to(DEVICE))
 
 
@@ -72,7 +72,7 @@ def test_value_and_gradient_of_ill_conditioned_rows(batch, num_rows, size, condi
     eps=st.sampled_from([0.0, 1e-4, 0.3]),
     seed=st.integers(0, 1000),
 )
-def test_value_and_gradient_at_random_sizes(batch, size, extra, exponent, scale, shift, eps, seed):
+def test_value_and_gradient_are_accurate_at_random_sizes(batch, size, extra, exponent, scale, shift, eps, seed):
     x = (rows_of_condition(batch, size + extra, size, 10**exponent, scale, seed) + shift * scale).to(DEVICE)
     assert whiten_with_status(x.float(), eps=eps, backend="triton")[1].ok.all()
     assert_as_good_as_plain_float32(triton_whiten, x, eps, seed=seed, drawn=True)
@@ -87,7 +87,7 @@ def test_whitened_rows_have_zero_mean_and_identity_covariance():
         assert (torch.cov(rows.T) - torch.eye(17, device=DEVICE)).abs().max() < 1e-4
 
 
-def test_slices_know_nothing_of_each_other_and_neither_order_nor_scale_nor_shift_count():
+def test_slices_are_independent_and_order_scale_and_shift_do_not_matter():
     x = rows_of_condition(3, 21, 6, 1e1).float().to(DEVICE)
     grad_z = random_like(x)
     z, gradient = value_and_gradient(triton_whiten, x, grad_z)
@@ -102,7 +102,7 @@ def test_slices_know_nothing_of_each_other_and_neither_order_nor_scale_nor_shift
     assert relative_error(moved[1] * scale, gradient[:1, rows]) < 1e-5
 
 
-def test_rows_and_gradients_of_any_stride():
+def test_rows_and_gradients_may_have_any_strides():
     x = rows_of_condition(1, 17, 8, 1e2).float().to(DEVICE)
     grad_z = random_like(x)
     expected = value_and_gradient(triton_whiten, x, grad_z)
@@ -116,7 +116,7 @@ def test_rows_and_gradients_of_any_stride():
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "eps"), FAULTS if ON_GPU else [*FAULTS[0:8:3], *FAULTS[8:]])
 @pytest.mark.parametrize("bad", [0, 1] if ON_GPU else [0])
-def test_a_bad_slice_harms_no_other(fault, eps, bad):
+def test_a_slice_that_fails_does_not_change_the_others(fault, eps, bad):
     x = rows_of_condition(2, 19, 17, 1e2).float().to(DEVICE)
     grad_z = random_like(x)
     clean = value_and_gradient(lambda x: triton_whiten(x, eps), x, grad_z)
@@ -132,8 +132,9 @@ def test_a_bad_slice_harms_no_other(fault, eps, bad):
         assert torch.equal(after[good], before[good])
 
 
-@pytest.mark.parametrize("scale", [1.0, 123457.7])  # a mean with a fraction: one that float32 holds would have no noise
-def test_no_dependent_or_constant_column_passes_by_luck(scale):
+# with scale 123457.7 the mean of the constant column is not a float32 number, so that rounding makes noise
+@pytest.mark.parametrize("scale", [1.0, 123457.7])
+def test_every_slice_with_a_dependent_or_constant_column_is_refused(scale):
     """The constant column is in the first panel of two, the dependent one in the last."""
     batch = 100 if ON_GPU else 2
     x = scale * torch.randn(batch, 60, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -145,7 +146,7 @@ def test_no_dependent_or_constant_column_passes_by_luck(scale):
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.1])
-def test_status_is_the_references(eps):
+def test_the_status_equals_that_of_the_reference(eps):
     """The smallest pivot is in the first panel of two."""
     x = rows_of_condition(2, 60, 40, 1e3).to(DEVICE) + 1
     x[:, :, 0] *= 0.01
@@ -156,7 +157,7 @@ def test_status_is_the_references(eps):
     torch.testing.assert_close(status.min_pivot.double(), expected.min_pivot, rtol=1e-4, atol=0)
 
 
-def test_autocast_changes_nothing():
+def test_the_kernels_ignore_autocast():
     x = rows_of_condition(1, 17, 8, 1e3).float().to(DEVICE)
     expected = value_and_gradient(triton_whiten, x, x)
     with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -164,7 +165,7 @@ def test_autocast_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def test_the_loss_by_these_kernels(monkeypatch):
+def test_the_loss_uses_these_kernels(monkeypatch):
     v = rows_of_condition(1, 64, 8, 1e2)[0].to(DEVICE)
     sizes = {"num_views": 2, "slice_size": 16, "permutations": torch.randperm(32, device=DEVICE)[None]}
     expected = wmse_loss(v, **sizes, backend="reference")
@@ -176,7 +177,7 @@ def test_the_loss_by_these_kernels(monkeypatch):
         wmse_loss(v.float(), **sizes, backend="triton")
 
 
-def test_compiles_as_one_graph():
+def test_the_whitening_compiles_as_one_graph():
     x = rows_of_condition(2, 33, 8, 1e2).float().to(DEVICE)
     eager = value_and_gradient(lambda x: triton_whiten(2 * x, 0.1), x, x)
     compiled = torch.compile(lambda x: triton_whiten(2 * x, 0.1), fullgraph=True, backend="aot_eager")
@@ -184,18 +185,18 @@ def test_compiles_as_one_graph():
         torch.testing.assert_close(actual, expected)
 
 
-def test_the_compiler_is_told_what_comes_out():
+def test_the_operator_declares_its_outputs():
     arguments = (rows_of_condition(1, 9, 4, 1e1).float().to(DEVICE), 0.1, False, "triton")
     torch.library.opcheck(torch.ops.wmse.whiten, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_the_gradient_is_by_these_kernels_too(monkeypatch):
+def test_the_gradient_uses_these_kernels(monkeypatch):
     x = rows_of_condition(1, 9, 4, 1e1).float().to(DEVICE)
     monkeypatch.setattr("kernels.whitening_triton.backward", lambda grad_z, *_: 7 * grad_z)
     assert torch.equal(value_and_gradient(triton_whiten, x, x)[1], 7 * x)
 
 
-def test_second_derivative_is_refused():
+def test_a_second_derivative_is_refused():
     x = rows_of_condition(1, 9, 4, 1e1).float().to(DEVICE).requires_grad_()
     with pytest.raises(NotImplementedError, match="second derivative"):
         torch.autograd.grad(triton_whiten(x).square().sum(), x, create_graph=True)
@@ -209,12 +210,12 @@ def test_second_derivative_is_refused():
         ((1, 600, 513), torch.float32, {}, "at most 512 dimensions, not 513"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_named(shape, dtype, keywords, message):
+def test_unsupported_dtypes_and_sizes_are_refused(shape, dtype, keywords, message):
     with pytest.raises(ValueError, match=message):
         whiten(torch.zeros(shape, dtype=dtype, device=DEVICE), backend="triton", **keywords)
 
 
-def test_a_machine_that_cannot_run_them_is_named(monkeypatch):
+def test_a_machine_that_cannot_run_the_kernels_is_refused(monkeypatch):
     monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
     whitening._chosen.cache_clear()
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
@@ -226,9 +227,9 @@ def test_a_machine_that_cannot_run_them_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="triton's own assembler is there on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="triton has an assembler on Linux only")
 def test_all_kernels_compile_for_a_gpu_without_spilling():
-    """By triton's own assembler, for sm_90: what the interpreter accepts, the compiler may refuse."""
+    """Triton's assembler compiles them for sm_90, because the compiler may refuse what the interpreter accepts."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.numerics.compile_kernels", "90", "64", "128"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -245,9 +246,9 @@ def test_all_kernels_compile_for_a_gpu_without_spilling():
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_nothing_waits_for_the_device(backend):
+def test_the_whitening_does_not_synchronize_with_the_device(backend):
     x = rows_of_condition(4, 256, 128, 1e2).float().to(DEVICE).requires_grad_()
-    torch.autograd.grad(whiten(x, backend=backend), x, torch.ones_like(x))  # compiles, allocates
+    torch.autograd.grad(whiten(x, backend=backend), x, torch.ones_like(x))  # the first call compiles and allocates
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.autograd.grad(whiten(x, backend=backend), x, torch.ones_like(x))
@@ -257,7 +258,7 @@ def test_nothing_waits_for_the_device(backend):
 
 @needs_gpu
 @pytest.mark.gpu
-def test_cuda_graphs_capture_it():
+def test_cuda_graphs_capture_the_whitening():
     x = rows_of_condition(4, 256, 128, 1e2).float().to(DEVICE).requires_grad_()
     grad_z = random_like(x)
 
@@ -283,8 +284,8 @@ def test_cuda_graphs_capture_it():
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128, 200])
-def test_the_factor_is_the_same_each_time(size):
-    """It hands rows on through global memory, where compute-sanitizer looks for no races."""
+def test_the_factor_is_deterministic(size):
+    """Its programs exchange rows through global memory, where compute-sanitizer does not detect races."""
     x = rows_of_condition(64, 2 * size, size, 1e3).float().to(DEVICE)
     first = whitening_triton.forward(x, 0.1, False)
     for _ in range(200):
@@ -294,7 +295,7 @@ def test_the_factor_is_the_same_each_time(size):
 
 @needs_gpu
 @pytest.mark.gpu
-def test_within_1e_5_of_float64():
+def test_errors_are_below_1e_5_at_condition_100():
     x = rows_of_condition(64, 256, 128, 1e2).float().to(DEVICE)
     grad_z = random_like(x)
     exact = value_and_gradient(definition, x.double(), grad_z)

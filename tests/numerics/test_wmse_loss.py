@@ -1,4 +1,4 @@
-"""trainer.losses.wmse against a double loop over views, slices and pairs, written from the paper."""
+"""trainer.losses.wmse equals a loop over iterations, slices and pairs of views, written from the paper."""
 
 import logging
 
@@ -20,14 +20,17 @@ def definition(
     slice_size: int,
     permutations: Tensor,
     normalize: bool,
-    left_out: set[tuple[int, int]] = frozenset(),
+    failed: set[tuple[int, int]] = frozenset(),
 ) -> Tensor:
-    """Every pair of views of every image of every slice of every iteration, but for the (iteration, slice) left out."""
+    """Return the mean distance over all pairs of views, images, slices and iterations, without the failed slices.
+
+    failed: pairs (iteration, slice).
+    """
     num_images = len(v) // num_views
     distances = []
     for iteration, permutation in enumerate(permutations):
         for start in range(0, num_images, slice_size):
-            if (iteration, start // slice_size) in left_out:
+            if (iteration, start // slice_size) in failed:
                 continue
             images = permutation[start : start + slice_size]
             whitened = [whiten_slice(v[view * num_images + images]) for view in range(num_views)]
@@ -45,7 +48,7 @@ def whiten_slice(rows: Tensor) -> Tensor:
 
 
 def embeddings(num_views: int, num_images: int, size: int, seed: int = 0, noise: float = 0.5) -> Tensor:
-    """View-major float64 embeddings whose views of one image resemble each other."""
+    """Return view-major float64 embeddings, similar for the views of one image."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(num_images, size, dtype=torch.float64, generator=generator)
     view = torch.randn(num_views, num_images, size, dtype=torch.float64, generator=generator)
@@ -66,7 +69,7 @@ def loss_and_gradient(function, v: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize("num_views", [2, 3, 4])
-def test_value_and_gradient_are_the_definitions(num_views, iterations, normalize, backend):
+def test_value_and_gradient_equal_the_definition(num_views, iterations, normalize, backend):
     v, permutations = embeddings(num_views, 33, 5), permutations_of(iterations, 33)
     expected = loss_and_gradient(lambda v: definition(v, num_views, 11, permutations, normalize), v)
     sizes = {"num_views": num_views, "slice_size": 11, "iterations": iterations, "permutations": permutations}
@@ -85,7 +88,7 @@ def test_value_and_gradient_are_the_definitions(num_views, iterations, normalize
     noise=st.floats(0, 1e3),
     seed=st.integers(0, 99),
 )
-def test_loss_lies_in_0_to_4(num_views, size, slices, noise, seed):
+def test_the_loss_is_between_0_and_4(num_views, size, slices, noise, seed):
     v = embeddings(num_views, slices * 2 * size, size, seed, noise).float()
     loss, status = wmse_loss_with_status(v, num_views=num_views, slice_size=2 * size)
     assert 0 <= loss <= 4 * (1 + 1e-6)
@@ -96,8 +99,8 @@ def test_loss_lies_in_0_to_4(num_views, size, slices, noise, seed):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_float32_value_and_gradient(normalize, backend):
-    """Scales of columns cost nothing, so the condition that counts is that of 32 white rows in 16 dimensions, about 30."""
+def test_float32_errors_are_bounded(normalize, backend):
+    """The scales of the columns do not matter, so the relevant condition is that of 32 white rows in 16 dimensions: 30."""
     v, permutations = embeddings(3, 64, 16).float(), permutations_of(2, 64)
     sizes = {"num_views": 3, "slice_size": 32, "iterations": 2, "permutations": permutations, "normalize": normalize}
     loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes, backend=backend), v)
@@ -105,7 +108,7 @@ def test_float32_value_and_gradient(normalize, backend):
     _, plain_gradient = loss_and_gradient(lambda v: definition(v, 3, 32, permutations, normalize), v)
     assert loss.dtype == gradient.dtype == torch.float32
     assert (gradient - exact_gradient).norm() < 2 * (plain_gradient - exact_gradient).norm()
-    assert loss.item() == pytest.approx(exact.item(), rel=4e-6)  # two UNITs of the condition
+    assert loss.item() == pytest.approx(exact.item(), rel=4e-6)  # 2 * UNIT * condition
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -123,8 +126,8 @@ def test_a_float64_factor_reaches_the_whitening(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_images_and_views_have_no_order(normalize, backend):
-    """Images in another order, with permutations that undo it, and views in another order."""
+def test_the_order_of_images_and_views_does_not_matter(normalize, backend):
+    """Views and images are in another order, and the permutations undo the order of the images."""
     v, permutations = embeddings(3, 24, 4), permutations_of(2, 24)
     sizes = {"num_views": 3, "slice_size": 12, "iterations": 2, "normalize": normalize, "backend": backend}
     loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes, permutations=permutations), v)
@@ -137,14 +140,14 @@ def test_images_and_views_have_no_order(normalize, backend):
     assert (moved_gradient - expected).abs().max() < 1e-9 * gradient.abs().max()
 
 
-def test_opposite_views_are_4_apart_and_unrelated_ones_2():
+def test_opposite_views_have_loss_4_and_unrelated_ones_2():
     v = embeddings(1, 512, 8)
     assert wmse_loss(torch.cat([v, -v]), num_views=2, slice_size=128).item() == pytest.approx(4)
     unrelated = torch.randn(2048, 8, generator=torch.Generator().manual_seed(0))
     assert wmse_loss(unrelated, num_views=2, slice_size=128).item() == pytest.approx(2, abs=0.1)
 
 
-def test_shift_and_positive_scale_of_a_dimension_change_nothing():
+def test_the_loss_is_invariant_to_shift_and_positive_scale_of_a_dimension():
     v = embeddings(3, 24, 4)
     scale = torch.logspace(-5, 5, 4, dtype=torch.float64)
     sizes = {"num_views": 3, "slice_size": 12, "permutations": permutations_of(1, 24)}
@@ -154,7 +157,7 @@ def test_shift_and_positive_scale_of_a_dimension_change_nothing():
     assert (moved_gradient * scale - gradient).abs().max() < 1e-9 * gradient.abs().max()
 
 
-def test_none_draws_one_permutation_an_iteration_from_the_generator():
+def test_without_permutations_one_is_drawn_for_each_iteration():
     v = embeddings(2, 64, 4)
 
     def loss(**keywords):
@@ -169,7 +172,7 @@ def test_none_draws_one_permutation_an_iteration_from_the_generator():
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_failed_slice_is_left_out_of_the_mean(normalize, backend):
+def test_a_failed_slice_does_not_count_in_the_mean(normalize, backend):
     v, permutations = embeddings(3, 24, 4), permutations_of(2, 24)
     v[24 + permutations[0, 9]] = float("nan")  # view 1, slice 1 of iteration 0
     bad = {(0, 1), (1, int((permutations[1] == permutations[0, 9]).nonzero()) // 8)}
@@ -177,7 +180,7 @@ def test_a_failed_slice_is_left_out_of_the_mean(normalize, backend):
     sizes["backend"] = backend
     loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
     expected, expected_gradient = loss_and_gradient(
-        lambda v: definition(v, 3, 8, permutations, normalize, left_out=bad), v.nan_to_num()
+        lambda v: definition(v, 3, 8, permutations, normalize, failed=bad), v.nan_to_num()
     )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     assert (gradient - expected_gradient).abs().max() < 1e-9
@@ -187,7 +190,7 @@ def test_a_failed_slice_is_left_out_of_the_mean(normalize, backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_all_slices_failed_is_0_with_zero_gradient(backend):
+def test_the_loss_and_gradient_are_0_if_all_slices_fail(backend):
     v = torch.ones(16, 3)
     loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, num_views=2, slice_size=8, backend=backend), v)
     assert loss == 0
@@ -195,7 +198,7 @@ def test_all_slices_failed_is_0_with_zero_gradient(backend):
     assert not wmse_loss_with_status(v, num_views=2, slice_size=8)[1].ok.any()
 
 
-def test_float32_under_bfloat16_autocast(monkeypatch):
+def test_the_loss_is_computed_in_float32_under_autocast(monkeypatch):
     autocast = []
 
     def spy(*arguments, plain=wmse.FusedLoss.apply):
@@ -221,7 +224,7 @@ def test_shrinkage_reaches_the_whitening():
     assert shrunk[0] == pytest.approx(shrunk[1], rel=1e-9)
 
 
-def test_second_derivative_is_refused_but_by_the_reference():
+def test_only_the_reference_has_a_second_derivative():
     v = embeddings(2, 16, 4).requires_grad_()
     with pytest.raises(NotImplementedError, match="second derivative"):
         torch.autograd.grad(wmse_loss(v, num_views=2, slice_size=8, backend="torch"), v, create_graph=True)
@@ -230,7 +233,7 @@ def test_second_derivative_is_refused_but_by_the_reference():
     assert torch.autograd.gradgradcheck(lambda v: wmse_loss(v, **sizes, backend="reference"), v)
 
 
-def test_compiles_as_one_graph():
+def test_the_loss_compiles_as_one_graph():
     v, sizes = embeddings(2, 24, 4), {"num_views": 2, "slice_size": 7, "permutations": permutations_of(1, 21)}
     v = v[:42]
     compiled = torch.compile(lambda v: wmse_loss(v, **sizes), fullgraph=True, backend="aot_eager")
@@ -253,22 +256,22 @@ def test_compiles_as_one_graph():
         (400, {"permutations": torch.arange(200.0)[None]}, "int64"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(rows, keywords, message):
+def test_invalid_sizes_are_refused(rows, keywords, message):
     with pytest.raises(InputError, match=message):
         wmse_loss(torch.randn(rows, 4), **{"num_views": 2, "slice_size": 10, **keywords})
 
 
-def test_embeddings_must_be_floating_rows():
+def test_embeddings_must_be_a_floating_matrix():
     for v in (torch.zeros(2, 8, 4), torch.zeros(16, 4, dtype=torch.int64)):
         with pytest.raises(InputError, match="floating"):
             wmse_loss(v, num_views=2, slice_size=8)
 
 
-def test_short_slices_warn_once(caplog):
+def test_short_slices_give_one_warning(caplog):
     wmse._warn_once.cache_clear()
     for _ in range(2):
         wmse_loss(embeddings(2, 21, 4), num_views=2, slice_size=7)
         wmse_loss(embeddings(2, 24, 4), num_views=2, slice_size=8)
-    said = [record for record in caplog.records if record.name == wmse.__name__]
-    assert [record.levelno for record in said] == [logging.WARNING]
-    assert "slice_size=7" in said[0].getMessage()
+    logged = [record for record in caplog.records if record.name == wmse.__name__]
+    assert [record.levelno for record in logged] == [logging.WARNING]
+    assert "slice_size=7" in logged[0].getMessage()

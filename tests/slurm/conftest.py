@@ -1,4 +1,4 @@
-"""One SLURM cluster for all tests of this folder, started before the first and stopped after the last: `make test-slurm`."""
+"""Fixtures of `make test-slurm`: one SLURM cluster for all tests of this folder, and runs on it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.slurm.jobs import Job, launch, leftovers, submitted
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster"
 PROGRAMS = ("munged", "sbatch", "slurmctld", "slurmd", "slurmdbd", "mariadbd", "mariadb-install-db")
-FOLDER = "WMSE_TEST_CLUSTER"  # variable by which workers find what the first process started
+FOLDER = "WMSE_TEST_CLUSTER"  # environment variable with the cluster's folder, for pytest's workers
 
 
 # --- the cluster ---
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist starts the workers, which then inherit the environment
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist starts the workers, so that they inherit the environment
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Start the cluster, in the process that starts the workers. Its absence is a failure, never a skip."""
+    """Start the cluster in the process that starts the workers. Fail, and do not skip, if that is impossible."""
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         return
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -35,9 +35,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         packages = (CLUSTER / "packages.txt").read_text().replace("\n", " ")
         pytest.exit(f"no {', '.join(missing)}: apt-get install --no-install-recommends {packages}", returncode=1)
     if os.geteuid() != 0:
-        pytest.exit(
-            "the pretend nodes have host names of their own, which only root may give: run as root", returncode=1
-        )
+        pytest.exit("the pretend nodes have different host names, which only root may set: run as root", returncode=1)
     folder = Path(tempfile.mkdtemp(prefix="wmse_slurm_"))
     os.environ[FOLDER] = str(folder)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
@@ -55,27 +53,27 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Stop it, whatever happened."""
+    """Stop the cluster, also after a failure."""
     if not hasattr(session.config, "workerinput") and FOLDER in os.environ:
         stop_cluster(Path(os.environ[FOLDER]))
 
 
 def stop_cluster(folder: Path) -> None:
-    """All its processes, and the folder."""
+    """Stop all processes of the cluster and delete its folder."""
     subprocess.run([CLUSTER / "stop.sh", folder], check=True)
     shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Path:
-    """The cluster's folder; the tiny set is in it."""
+    """Return the cluster's folder, which also holds the tiny image folder."""
     assert FOLDER in os.environ, "the cluster was not started: run `make test-slurm`, or pytest on this folder alone"
     return Path(os.environ[FOLDER])
 
 
 @pytest.fixture
 def nodes(cluster: Path) -> Iterator[list[str]]:
-    """Two nodes that no other worker uses. Nothing may be left on them when the test is over."""
+    """Return two nodes that no other worker uses. Check after the test that no process or file is left on them."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     mine = [f"n{2 * worker + 1}", f"n{2 * worker + 2}"]
     yield mine
@@ -91,11 +89,12 @@ def nodes(cluster: Path) -> Iterator[list[str]]:
 
 @pytest.fixture
 def config(cluster: Path, tmp_path: Path) -> Path:
-    """A run of 120 short steps that saves itself only when it is told to."""
+    """Return the config of a run of 120 short steps that saves checkpoints only on request."""
     return write_config(cluster, tmp_path)
 
 
 def write_config(cluster: Path, folder: Path) -> Path:
+    """Write that config to `folder` and return its path."""
     path = folder / "tiny.yaml"
     text = TINY.replace("epochs: 3", "epochs: 40").replace("data: {", f"data: {{root: {cluster / 'set'}, ")
     path.write_text(text)
@@ -104,7 +103,7 @@ def write_config(cluster: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def unbroken(cluster: Path, nodes: list[str]) -> Job:
-    """The run that nothing happens to, one rank on each of two nodes. The first test that needs it makes it for all workers."""
+    """Return the job of an uninterrupted run with one rank on each of two nodes. The first test that needs it starts it."""
     run_dir = cluster / "unbroken"
     with (cluster / "unbroken.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Jobs of the test cluster: submit, watch, strike."""
+"""Helpers that submit, watch and interrupt jobs of the test cluster."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ FINAL = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
 STOPS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
-def command(*words: str | Path) -> str:
-    """What a command prints. It must end well."""
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+def command(*arguments: str | Path) -> str:
+    """Run a command, check that it succeeds, and return its output."""
+    done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
     return done.stdout.strip()
 
 
-def run_wmse(*words: str | Path) -> str:
-    """What `wmse WORDS` prints. It must end well."""
-    done = wmse(*words)
-    assert done.returncode == 0, f"wmse {words}\n{done.stdout}{done.stderr}"
+def run_wmse(*arguments: str | Path) -> str:
+    """Run `wmse ARGUMENTS`, check that it succeeds, and return its output."""
+    done = wmse(*arguments)
+    assert done.returncode == 0, f"wmse {arguments}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-submitted: list[str] = []  # in this process, for whoever cleans up
+submitted: list[str] = []  # ids of the jobs that this process submitted, which the fixture `nodes` cancels
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job and the run that it makes."""
+    """Job of the cluster and the folder of its run."""
 
     id: str
     run_dir: Path
@@ -50,15 +50,15 @@ class Job:
 
     @classmethod
     def of(cls, run_dir: Path) -> Job:
-        """The job that `wmse launch` submitted for a run."""
+        """Return the job that `wmse launch` submitted for a run."""
         return cls(json.loads((run_dir / "launch.json").read_text())["job_id"], run_dir)
 
     # --- watch ---
 
     def facts(self) -> dict[str, str]:
-        """What the controller knows: JobState, Restarts, Reason, ..."""
-        words = command("scontrol", "--oneliner", "show", "job", self.id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        """Return the controller's fields of the job: JobState, Restarts, Reason, ..."""
+        fields = command("scontrol", "--oneliner", "show", "job", self.id).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     @property
     def state(self) -> str:
@@ -70,86 +70,87 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last that was logged."""
+        """Last logged step, 0 if none was logged."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
 
     def run_state(self) -> dict[str, Any]:
-        """state.json."""
+        """Return the content of state.json."""
         return json.loads((self.run_dir / "state.json").read_text())
 
     def history(self) -> list[str]:
-        """The state in which each start of the job ended, as sacct has it."""
+        """Return the state in which each start of the job ended, according to sacct."""
         options = ["--duplicates", "--allocations", "--noheader", "--parsable2", "--format=State", f"--jobs={self.id}"]
         return [line.split()[0] for line in command("sacct", *options).splitlines()]
 
     def assert_history(self, states: list[str]) -> None:
-        """Each start of the job ended so. The accounting may be seconds behind the controller."""
+        """Check in which state each start of the job ended. The accounting may be seconds behind the controller."""
         deadline = time.monotonic() + 30
         while self.history() != states and time.monotonic() < deadline:
             time.sleep(0.5)
         assert self.history() == states, self.report()
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
-        """Look again and again; past the deadline the test fails and shows what there is to see."""
+        """Wait for a condition. After the deadline, fail with a report of the job."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{seconds:.0f} s, and not yet {what}\n{self.report()}"
+            assert time.monotonic() < deadline, f"not {what} after {seconds:.0f} s\n{self.report()}"
             time.sleep(0.1)
 
     def wait_for(self, state: str, seconds: float = 180) -> None:
-        """Wait for a state; another final one is a failure at once."""
+        """Wait until the job is in a state. Fail at once if it ends in another one."""
         self._wait_unless_over(lambda: self.state == state, state, seconds)
 
     def wait_for_restarts(self, restarts: int, seconds: float = 180) -> None:
-        """Wait until the job was requeued so often; its end is a failure at once."""
+        """Wait until the job was requeued `restarts` times. Fail at once if it ends."""
         self._wait_unless_over(lambda: self.restarts == restarts, f"requeued {restarts} times", seconds)
 
     def _wait_unless_over(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         def arrived() -> bool:
             over = self.state in FINAL
             arrived = condition()
-            assert arrived or not over, f"{self.state}, and not {what}\n{self.report()}"
+            assert arrived or not over, f"the job is {self.state}, not {what}\n{self.report()}"
             return arrived
 
         self.wait_until(arrived, what, seconds)
 
     def wait_for_step(self, step: int, seconds: float = 180) -> None:
-        """Wait for a logged step."""
+        """Wait until the run has logged a step."""
         self.wait_until(lambda: self.step >= step, f"at step {step}", seconds)
 
     def report(self) -> str:
-        """The scheduler's view and the ends of all texts of the run."""
+        """Return the scheduler's records of the job and the ends of all text files of the run."""
         parts = [command("scontrol", "show", "job", self.id), command("sacct", "--duplicates", f"--jobs={self.id}")]
         paths = [path for pattern in ("*.txt", "*.out", "state.json") for path in self.run_dir.rglob(pattern)]
         return "\n".join([*parts, *(f"--- {path}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)])
 
-    # --- strike ---
+    # --- interrupt ---
 
     def ranks(self) -> list[psutil.Process]:
-        """The Python processes that srun started, not their children."""
+        """Return the Python processes that srun started, without their children."""
         job = self.facts()["JobId"]
         found = [process for process in _python_processes() if _variable(process, "SLURM_JOB_ID") == job]
         tasks = [process for process in found if _variable(process, "SLURM_STEP_ID") == "0"]
         return [process for process in tasks if process.ppid() not in {task.pid for task in tasks}]
 
     def freeze(self, ranks: int) -> None:
-        """Stop the processes, all of them, so that no run is over before what a test does to it."""
+        """Suspend all ranks, so that the run does not end before the test interrupts it."""
         found = self.ranks()
         assert len(found) == ranks, f"{found}\n{self.report()}"
         for process in found:
             process.suspend()
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Resume all ranks."""
         for process in self.ranks():
             process.resume()
 
     def thaw_when_signalled(self, seconds: float = 150, send: Callable[[], object] = lambda: None) -> None:
-        """Let them go on when a signal that asks them to stop has come for each.
+        """Resume all ranks when each has received a signal that asks it to stop.
 
-        send: sends it, again and again: SLURM may lose one that comes while a step starts."""
+        send: sends the signal. It is called repeatedly, because SLURM may lose a signal while a job step starts.
+        """
         ranks = self.ranks()
 
         def are_signalled() -> bool:
@@ -160,62 +161,61 @@ class Job:
         self.thaw()
 
 
-def sbatch(script: str, run_dir: Path, nodes: list[str], *words: str | Path, options: Sequence[str] = ()) -> Job:
-    """Submit one of the project's scripts, a rank on each node. words: what the script takes; options: of sbatch."""
+def sbatch(script: str, run_dir: Path, nodes: list[str], *arguments: str | Path, options: Sequence[str] = ()) -> Job:
+    """Submit one of the project's scripts, with a rank on each node. arguments: of the script; options: of sbatch."""
     run_dir.mkdir(exist_ok=True)
     where = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     texts = [f"--output={run_dir}/job-%j.out", f"--chdir={ROOT}", "--gpus-per-node=1"]
-    words = ("--parsable", *where, *texts, *options, ROOT / "slurm" / script, *words)
-    return Job(command("sbatch", *words), run_dir)
+    return Job(command("sbatch", "--parsable", *where, *texts, *options, ROOT / "slurm" / script, *arguments), run_dir)
 
 
 def launch(config: Path, run_dir: Path, nodes: list[str], *more: str | Path) -> Job:
-    """Submit by `wmse launch`, a rank on each node where `more` says nothing else."""
+    """Submit a run with `wmse launch`, with a rank on each node unless `more` changes that. Return its job."""
     run_launch(config, run_dir, nodes, *more)
     return Job.of(run_dir)
 
 
 def run_launch(config: Path, run_dir: Path, nodes: list[str], *more: str | Path) -> None:
-    """`wmse launch`, of one run or of an array."""
-    words = ["--config", config, "--cluster", "slurm", "--run_dir", run_dir, "--nodes", str(len(nodes))]
+    """Submit a run or an array with `wmse launch`."""
+    arguments = ["--config", config, "--cluster", "slurm", "--run_dir", run_dir, "--nodes", str(len(nodes))]
     where = ["--nodelist", ",".join(nodes), "--gpus_per_node", "1", "--cpus_per_task", "1", "--time", "30"]
-    run_wmse("launch", *words, *where, *more)
+    run_wmse("launch", *arguments, *where, *more)
 
 
 def preempt(jobs: Sequence[Job], nodes: list[str], cores: int = 4) -> Job:
-    """Take so many cores of each node for a job of the partition that goes before; returns the job that made room."""
+    """Submit a job of higher priority that needs `cores` cores of each node. Return the one job that it preempted."""
     before = [job.restarts for job in jobs]
     where = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--cpus-per-task={cores}", "--partition=high"]
     other = Job(command("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 1", *where), jobs[0].run_dir)
     other.wait_for("COMPLETED")
-    struck = [job for job, restarts in zip(jobs, before, strict=True) if job.restarts > restarts]
-    assert len(struck) == 1, "\n".join(job.report() for job in jobs)
-    return struck[0]
+    preempted = [job for job, restarts in zip(jobs, before, strict=True) if job.restarts > restarts]
+    assert len(preempted) == 1, "\n".join(job.report() for job in jobs)
+    return preempted[0]
 
 
 # --- nodes ---
 
 
 def processes(cluster: Path, node: str) -> list[psutil.Process]:
-    """All on a pretend node, its slurmd first: those with the same host name as it, in the sense of the kernel."""
+    """Return all processes on a pretend node, its slurmd first. They share the UTS namespace of slurmd."""
     slurmd = psutil.Process(int((cluster / "run" / f"slurmd-{node}.pid").read_text()))
     same = [process for process in psutil.process_iter() if _host_name(process) == _host_name(slurmd)]
     return [slurmd, *(process for process in same if process != slurmd)]
 
 
 def kill_node(cluster: Path, node: str) -> None:
-    """Kill everything on a node, as a power cut does."""
+    """Kill all processes on a node, as a power cut does."""
     for process in processes(cluster, node):
         process.kill()
 
 
 def start_node(cluster: Path, node: str) -> None:
-    """Bring it back."""
+    """Start a killed node again."""
     command(ROOT / "tests" / "slurm" / "cluster" / "node.sh", cluster, node)
 
 
 def leftovers(cluster: Path, node: str, seconds: float = 20) -> list[str]:
-    """Processes of jobs and files in shared memory on a node that are still there after a while."""
+    """Return the job processes and shared-memory files that a node still has after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         found = [str(file) for file in (cluster / "shm" / node).iterdir()]
@@ -226,7 +226,7 @@ def leftovers(cluster: Path, node: str, seconds: float = 20) -> list[str]:
 
 
 def _host_name(process: psutil.Process) -> str | None:
-    """The namespace that its host name is in, None for a process that is over."""
+    """Return the UTS namespace of a process, None if it has ended."""
     try:
         return os.readlink(f"/proc/{process.pid}/ns/uts")
     except OSError:
@@ -238,7 +238,7 @@ def _python_processes() -> list[psutil.Process]:
 
 
 def _variable(process: psutil.Process, name: str) -> str | None:
-    """From the environment of a process of this cluster."""
+    """Return an environment variable of a process of this cluster, None for other processes."""
     try:
         environment = process.environ()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -247,7 +247,7 @@ def _variable(process: psutil.Process, name: str) -> str | None:
 
 
 def _is_asked_to_stop(process: psutil.Process) -> bool:
-    """Whether a stop signal waits for a process that was stopped, or has ended it."""
+    """Return whether a stop signal is pending for a suspended process, or has ended it."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except FileNotFoundError:

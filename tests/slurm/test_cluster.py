@@ -1,4 +1,4 @@
-"""The cluster itself does what the other tests count on."""
+"""The test cluster behaves as the other tests assume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ srun bash -c 'echo "start ${SLURM_RESTART_COUNT:-0} of task $SLURM_PROCID on $(h
 """
 
 
-def test_a_job_is_requeued_and_sacct_remembers(nodes: list[str], tmp_path: Path) -> None:
+def test_a_job_is_requeued_and_sacct_records_each_start(nodes: list[str], tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     output = tmp_path / "job.out"
     script.write_text(SCRIPT)

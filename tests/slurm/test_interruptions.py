@@ -1,4 +1,4 @@
-"""However a cluster ends a job, the run goes on and becomes the one that nothing happened to, bit for bit."""
+"""However a cluster interrupts a job, the run continues and equals the uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from tests.slurm.jobs import Job, command, kill_node, launch, leftovers, preempt
 STEPS = 120
 
 
-def test_time_limit(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
-    """By the plain script. SLURM sends the signal up to 30 s before the 10 s that are asked for here."""
-    words = (config, "--run_dir", tmp_path / "run")
-    job = sbatch("pretrain.sbatch", tmp_path / "run", nodes, *words, options=("--time=2", "--signal=USR1@10"))
+def test_a_run_that_reaches_its_time_limit_continues(
+    config: Path, nodes: list[str], unbroken: Job, tmp_path: Path
+) -> None:
+    """This uses the plain script. SLURM sends the signal up to 30 s earlier than the 10 s requested here."""
+    arguments = (config, "--run_dir", tmp_path / "run")
+    job = sbatch("pretrain.sbatch", tmp_path / "run", nodes, *arguments, options=("--time=2", "--signal=USR1@10"))
     job.wait_for_step(5)
     job.freeze(ranks=2)
     job.thaw_when_signalled()
@@ -27,8 +29,8 @@ def test_time_limit(config: Path, nodes: list[str], unbroken: Job, tmp_path: Pat
     assert job.run_state()["starts"] == 2
 
 
-def test_three_restarts(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
-    """Preempted, told by a signal, and requeued by an administrator; submitted by `wmse launch`."""
+def test_a_run_continues_after_three_restarts(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
+    """The job of `wmse launch` is preempted, then stopped by a signal, and then requeued by an administrator."""
     job = launch(config, tmp_path / "run", nodes)
     job.wait_for_step(5)
     job.freeze(ranks=2)
@@ -49,11 +51,13 @@ def test_three_restarts(config: Path, nodes: list[str], unbroken: Job, tmp_path:
     assert job.restarts == 3
     assert job.run_state()["starts"] == 4
     assert_same_run(job.run_dir, unbroken.run_dir)
-    job.assert_history(["REQUEUED"] * 3 + ["COMPLETED"])  # the first by the job itself, within its time of grace
+    job.assert_history(["REQUEUED"] * 3 + ["COMPLETED"])  # the job requeues itself after the preemption
 
 
-def test_a_node_dies(cluster: Path, config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
-    """Everything on it at once. The other rank fails, and SLURM requeues the job when it has missed the node for 30 s."""
+def test_a_run_continues_after_the_loss_of_a_node(
+    cluster: Path, config: Path, nodes: list[str], unbroken: Job, tmp_path: Path
+) -> None:
+    """All processes of the node are killed. The other rank fails, and SLURM requeues the job after 30 s without the node."""
     job = launch(config, tmp_path / "run", nodes, "--checkpoint.every_steps", "5")
     job.wait_for_step(10)
     job.freeze(ranks=2)
@@ -68,7 +72,7 @@ def test_a_node_dies(cluster: Path, config: Path, nodes: list[str], unbroken: Jo
     job.assert_history(["NODE_FAIL", "COMPLETED"])
 
 
-def test_scancel_ends_it_for_good(cluster: Path, config: Path, nodes: list[str], tmp_path: Path) -> None:
+def test_scancel_ends_a_run_without_a_requeue(cluster: Path, config: Path, nodes: list[str], tmp_path: Path) -> None:
     job = launch(config, tmp_path / "run", nodes[:1])
     job.wait_for_step(5)
     job.freeze(ranks=1)
@@ -82,29 +86,29 @@ def test_scancel_ends_it_for_good(cluster: Path, config: Path, nodes: list[str],
     job.assert_history(["CANCELLED"])
 
 
-def test_wmse_stop(config: Path, nodes: list[str], tmp_path: Path) -> None:
-    """One checkpoint, no failure, and no requeue."""
+def test_wmse_stop_ends_a_job_without_a_requeue(config: Path, nodes: list[str], tmp_path: Path) -> None:
+    """The run saves a checkpoint and ends with exit code 0."""
     job = launch(config, tmp_path / "run", nodes[:1])
     job.wait_for_step(5)
     job.freeze(ranks=1)
-    words = [sys.executable, "-m", "trainer", "stop", job.run_dir]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as stopping:
+    arguments = [sys.executable, "-m", "trainer", "stop", job.run_dir]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as stopping:
         job.wait_until((job.run_dir / "stop").exists, "asked to stop")
         job.thaw()
-        said, _ = stopping.communicate(timeout=60)
-    assert stopping.returncode == 0, said
+        output, _ = stopping.communicate(timeout=60)
+    assert stopping.returncode == 0, output
     job.wait_for("COMPLETED")
     state = job.run_state()
     assert (state["status"], state["exit_code"]) == ("stopped", 0)
     assert 5 <= state["checkpoint_step"] < STEPS
-    assert f"after step {state['checkpoint_step']}" in said
+    assert f"after step {state['checkpoint_step']}" in output
     assert job.restarts == 0
 
 
 def test_starts_without_progress_end_the_job(config: Path, nodes: list[str], tmp_path: Path) -> None:
-    """Each start is told to stop before its first step: while it makes a model that takes 2 s to make."""
-    words = (config, "--run_dir", tmp_path / "run", "--max_idle_restarts", "2", "--model.backbone", "resnet152")
-    job = sbatch("pretrain.sbatch", tmp_path / "run", nodes[:1], *words)
+    """Each start is asked to stop before its first step, while it builds a model for 2 s."""
+    arguments = (config, "--run_dir", tmp_path / "run", "--max_idle_restarts", "2", "--model.backbone", "resnet152")
+    job = sbatch("pretrain.sbatch", tmp_path / "run", nodes[:1], *arguments)
     for start in (1, 2):
         job.wait_until(lambda n=start: starts(job) == n, f"at start {start}")
         job.freeze(ranks=1)
@@ -118,5 +122,5 @@ def test_starts_without_progress_end_the_job(config: Path, nodes: list[str], tmp
 
 
 def starts(job: Job) -> int:
-    """How often the run was started."""
+    """Return how often the run was started."""
     return job.run_state()["starts"] if (job.run_dir / "state.json").exists() else 0

@@ -1,4 +1,4 @@
-"""What `wmse launch` submits, trains; alone, beside others, and with an evaluator behind it."""
+"""Jobs of `wmse launch` train: alone, beside other jobs, and with an evaluator."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STEPS = 120
 
 
 def status(*run_dirs: Path) -> list[dict[str, Any]]:
-    """`wmse status --json`."""
+    """Return the output of `wmse status --json`."""
     return json.loads(run_wmse("status", "--json", *run_dirs))
 
 
-def test_two_nodes(unbroken: Job) -> None:
+def test_a_run_on_two_nodes_completes(unbroken: Job) -> None:
     state = unbroken.run_state()
     assert (state["status"], state["exit_code"], state["step"]) == ("done", 0, STEPS)
     assert (state["world_size"], state["starts"]) == (2, 1)
@@ -25,17 +25,17 @@ def test_two_nodes(unbroken: Job) -> None:
     unbroken.assert_history(["COMPLETED"])
     losses = [line["loss"] for line in metrics(unbroken.run_dir)]
     assert len(losses) == STEPS
-    assert all(0 < loss < 4 for loss in losses)  # on noise, of which nothing can be learnt
+    assert all(0 < loss < 4 for loss in losses)  # the images are noise, so the loss does not fall
     assert len(set(losses)) == STEPS
 
 
-def test_status_of_a_run_that_is_done(unbroken: Job) -> None:
+def test_status_shows_a_completed_run(unbroken: Job) -> None:
     (row,) = status(unbroken.run_dir)
     assert (row["state"], row["step"], row["total_steps"], row["checkpoint_step"]) == ("done", STEPS, STEPS, STEPS)
     assert (row["restarts"], row["job_id"], row["job_state"]) == (0, unbroken.id, "COMPLETED")
 
 
-def test_two_jobs_on_one_node_at_once(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
+def test_two_jobs_train_on_one_node_at_once(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
     jobs = [launch(config, tmp_path / name, nodes[:1], "--ranks_per_node", "2") for name in ("first", "second")]
     for job in jobs:
         job.wait_for_step(1)
@@ -47,8 +47,10 @@ def test_two_jobs_on_one_node_at_once(config: Path, nodes: list[str], unbroken: 
         assert_same_run(job.run_dir, unbroken.run_dir)
 
 
-def test_a_range_of_nodes(config: Path, nodes: list[str], unbroken: Job, tmp_path: Path) -> None:
-    """The job gets both nodes, and trains as one that asked for two."""
+def test_a_job_of_a_range_of_nodes_trains_on_all_of_them(
+    config: Path, nodes: list[str], unbroken: Job, tmp_path: Path
+) -> None:
+    """The job gets both nodes, and trains like a job that asks for two."""
     job = launch(config, tmp_path / "run", nodes, "--nodes", "1-2")
     job.wait_for("COMPLETED")
     assert job.run_state()["world_size"] == 2
@@ -56,30 +58,32 @@ def test_a_range_of_nodes(config: Path, nodes: list[str], unbroken: Job, tmp_pat
 
 
 def test_only_the_preempted_task_of_an_array_is_requeued(config: Path, nodes: list[str], tmp_path: Path) -> None:
-    """The two tasks fill a node."""
+    """The two tasks use all cores of a node."""
     array = tmp_path / "array"
     run_launch(config, array, nodes[:1], "--array", "seed=0,1", "--cpus_per_task", "2")
     jobs = [Job.of(array / f"seed-{seed}") for seed in (0, 1)]
     for job in jobs:
         job.wait_for_step(1)
         job.freeze(ranks=1)
-    struck = preempt(jobs, nodes[:1], cores=2)
+    preempted = preempt(jobs, nodes[:1], cores=2)
     for job in jobs:
         job.thaw()
     for job in jobs:
         job.wait_for("COMPLETED")
         assert [line["step"] for line in metrics(job.run_dir)] == list(range(1, STEPS + 1))
-        assert job.restarts == (1 if job is struck else 0)
+        assert job.restarts == (1 if job is preempted else 0)
     assert metrics(jobs[0].run_dir) != metrics(jobs[1].run_dir)
     found = [(row["state"], row["restarts"], row["job_id"]) for row in status(array)]
     assert found == [("done", job.restarts, job.id) for job in jobs]
 
 
-def test_an_evaluator_follows_and_survives_preemption(config: Path, nodes: list[str], tmp_path: Path) -> None:
+def test_an_evaluator_follows_the_run_and_continues_after_preemption(
+    config: Path, nodes: list[str], tmp_path: Path
+) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(f"evaluator: {{nodelist: {nodes[1]}}}\n")
-    words = ("--with_evaluator", "--site", site, "--checkpoint.keep_every_epochs", "20")
-    job = launch(config, tmp_path / "run", nodes[:1], *words)
+    options = ("--with_evaluator", "--site", site, "--checkpoint.keep_every_epochs", "20")
+    job = launch(config, tmp_path / "run", nodes[:1], *options)
     evaluator = Job(json.loads((job.run_dir / "launch.json").read_text())["evaluator_job_id"], job.run_dir)
     results = job.run_dir / "eval"
     evaluator.wait_until((results / "knn_60.json").exists, "an evaluation of step 60")
@@ -93,7 +97,7 @@ def test_an_evaluator_follows_and_survives_preemption(config: Path, nodes: list[
     assert row["evaluation"]["step"] == STEPS
 
 
-def test_status_and_stop_of_a_run_that_waits(config: Path, nodes: list[str], tmp_path: Path) -> None:
+def test_status_shows_and_stop_cancels_a_queued_run(config: Path, nodes: list[str], tmp_path: Path) -> None:
     before = Job(command("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"), tmp_path)
     job = launch(config, tmp_path / "run", nodes[:1], "--dependency", f"afterok:{before.id}")
     (row,) = status(job.run_dir)

@@ -1,5 +1,8 @@
-"""Updates against the published definition, written here in plain torch: the encoder once a view, the head on all views, slices
-whitened one by one with a Cholesky factor, 2 - 2 cos over all pairs of views, Adam with rate * (i + 1) / 500."""
+"""The first updates equal those of the published definition, which is written here in plain torch.
+
+The encoder runs once for each view and the head on all views. Each slice is whitened with a Cholesky factor. The loss is
+2 - 2 cos over all pairs of views, and Adam has the learning rate 3e-3 * (i + 1) / 500 in update i.
+"""
 
 import timm
 import torch
@@ -12,7 +15,7 @@ from trainer.optimizer import build_optimizer
 from trainer.schedule import build_schedule
 from trainer.step import TrainStep
 
-IMAGES, VIEWS, SLICE, SIDE, UPDATES = 32, 3, 16, 16, 10
+IMAGES, VIEWS, SLICE, SIZE, UPDATES = 32, 3, 16, 16, 10
 CONFIG = Config(
     data=DataConfig(images_per_step=IMAGES),
     views=ViewsConfig(num_views=VIEWS),
@@ -25,20 +28,21 @@ CONFIG = Config(
 
 
 def whiten(rows: Tensor) -> Tensor:
+    """Whiten a slice, (M, k)."""
     centred = rows - rows.mean(0)
     covariance = centred.T @ centred / (len(rows) - 1)
     return torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), centred.T, upper=False).T
 
 
 def published_loss(encoder: nn.Module, head: nn.Module, views: Tensor) -> Tensor:
-    """views: (d, N, 3, S, S)."""
+    """Return the mean distance over all pairs of views. views: (d, N, 3, S, S)."""
     rows = head(torch.cat([encoder(view) for view in views])).unflatten(0, (VIEWS, IMAGES))
     whitened = [F.normalize(torch.cat([whiten(part) for part in view.split(SLICE)])) for view in rows]
     pairs = [(a, b) for a in range(VIEWS) for b in range(a)]
     return sum((2 - 2 * (whitened[a] * whitened[b]).sum(1)).mean() for a, b in pairs) / len(pairs)
 
 
-def test_ten_updates_are_the_published_ones() -> None:
+def test_ten_updates_equal_the_published_ones() -> None:
     method = CONFIG.method_settings.build(CONFIG, Ranks(), torch.device("cpu"))
     model = method.networks.double()
     encoder = timm.create_model("test_resnet", num_classes=0).double().train()
@@ -55,7 +59,7 @@ def test_ten_updates_are_the_published_ones() -> None:
     adam = torch.optim.Adam([*encoder.parameters(), *head.parameters()], weight_decay=1e-6)
     generator = torch.Generator().manual_seed(0)
     for i in range(UPDATES):
-        pixels = torch.randint(0, 256, (VIEWS * IMAGES, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
+        pixels = torch.randint(0, 256, (VIEWS * IMAGES, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
         step(pixels, i, schedule.learning_rate(i))
         adam.param_groups[0]["lr"] = 3e-3 * (i + 1) / 500
         adam.zero_grad()

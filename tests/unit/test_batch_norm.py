@@ -1,4 +1,7 @@
-"""BatchNorm per view, and statistics that a failed step takes back. (Over ranks: tests/integration/test_two_ranks.py.)"""
+"""BatchNorm per view, and the running statistics after a skipped update.
+
+tests/integration/test_two_ranks.py tests BatchNorm over ranks.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ from trainer.models.networks import EncoderProjector
 from trainer.models.untrained_state import UntrainedState
 
 
-def test_per_view_is_a_batch_norm_of_each_view_in_turn() -> None:
+def test_batch_norm_per_view_equals_batch_norm_of_each_view_in_turn() -> None:
     torch.manual_seed(0)
     x = torch.randn(3 * 4, 5, 2, 2).double().contiguous(memory_format=torch.channels_last)
     plain, ours = nn.BatchNorm2d(5).double(), nn.Sequential(nn.BatchNorm2d(5).double())
@@ -30,7 +33,7 @@ def test_per_view_is_a_batch_norm_of_each_view_in_turn() -> None:
     torch.testing.assert_close(ours.eval()(x), plain.eval()(x))
 
 
-def test_names_and_activations_stay() -> None:
+def test_conversion_keeps_parameter_names_and_the_activation() -> None:
     norm = BatchNormAct2d(4)
     names = set(norm.state_dict()) - {"num_batches_tracked"}
     module = nn.Sequential(norm)
@@ -40,10 +43,10 @@ def test_names_and_activations_stay() -> None:
     assert isinstance(module[0], ViewBatchNorm)
     assert set(module[0].state_dict()) == names
     torch.testing.assert_close(module(x), before)
-    assert (module.train()(x) >= 0).all()  # the ReLU is still there
+    assert (module.train()(x) >= 0).all()  # the ReLU is kept
 
 
-def test_no_shift_stays_no_shift() -> None:
+def test_conversion_keeps_a_batch_norm_without_bias() -> None:
     norm = nn.BatchNorm1d(3)
     norm.register_parameter("bias", None)
     module = convert_batch_norm(nn.Sequential(norm), 2, None, 1)
@@ -51,8 +54,8 @@ def test_no_shift_stays_no_shift() -> None:
 
 
 @pytest.mark.parametrize("with_shift", [True, False])
-def test_over_ranks_it_is_a_batch_norm(with_shift: bool, group_of_one: str) -> None:
-    """The ImageNet recipe's last BatchNorm has no shift; a wrong mean there would not be seen in the loss."""
+def test_batch_norm_over_ranks_equals_plain_batch_norm(with_shift: bool, group_of_one: str) -> None:
+    """The ImageNet recipe's last BatchNorm has no bias; a wrong mean in it would not change the loss."""
     torch.manual_seed(0)
     plain, copied = nn.BatchNorm1d(5).double(), nn.BatchNorm1d(5).double()
     with torch.no_grad():
@@ -72,12 +75,12 @@ def test_over_ranks_it_is_a_batch_norm(with_shift: bool, group_of_one: str) -> N
     torch.testing.assert_close(ours[0].running_var, plain.running_var)
 
 
-def test_joint_on_one_rank_is_left_alone() -> None:
+def test_joint_batch_norm_on_one_rank_is_not_converted() -> None:
     module = nn.Sequential(nn.BatchNorm2d(3))
     assert type(convert_batch_norm(module, 1, None, 1)[0]) is nn.BatchNorm2d
 
 
-def test_statistics_are_taken_back_only_where_a_step_failed() -> None:
+def test_running_statistics_are_restored_only_if_the_update_is_skipped() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
     statistics = UntrainedState(model)
     before = {name: value.clone() for name, value in model.state_dict().items() if "running" in name}
@@ -91,7 +94,7 @@ def test_statistics_are_taken_back_only_where_a_step_failed() -> None:
     assert all(not torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
-def test_no_batches_are_counted_where_the_momentum_is_fixed() -> None:
+def test_batches_are_counted_only_without_a_fixed_momentum() -> None:
     model = EncoderProjector(Config(model=ModelConfig("test_resnet", projector_hidden=(8,)), views=ViewsConfig()))
     assert not any("num_batches_tracked" in name for name in model.state_dict())
     averages_all = nn.BatchNorm1d(2, momentum=None)
@@ -99,8 +102,8 @@ def test_no_batches_are_counted_where_the_momentum_is_fixed() -> None:
     assert averages_all.num_batches_tracked is not None
 
 
-def test_statistics_cross_the_ranks_once_each_way_under_a_memory_budget(group_of_one: str) -> None:
-    """What the compiler makes again in backward to save memory must not be an all-reduce."""
+def test_a_memory_budget_adds_no_all_reduce_of_statistics(group_of_one: str) -> None:
+    """The compiler recomputes operations in backward to save memory, but not an all-reduce."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
     model = convert_batch_norm(nn.Sequential(*layers), 1, group_of_one, 1)

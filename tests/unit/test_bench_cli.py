@@ -1,4 +1,4 @@
-"""wmse bench: every kind measures, prints JSON on the last line, and refuses options that it does not use."""
+"""wmse bench: each kind measures, prints JSON on the last line, and refuses options that it does not use."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from trainer.errors import InputError
 
 
 def run(argv: Sequence[str]) -> tuple[int, dict[str, Any], str]:
-    """Run `wmse bench` in this process. Returns its exit code, its JSON and what it wrote to stderr."""
+    """Run `wmse bench` in this process. Return its exit code, its JSON and its stderr."""
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         code = main(["bench", *argv])
     return code, json.loads(out.getvalue().splitlines()[-1]), err.getvalue()
@@ -27,12 +27,13 @@ def run(argv: Sequence[str]) -> tuple[int, dict[str, Any], str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the files of `everything`."""
     return tmp_path_factory.mktemp("bench")
 
 
 @pytest.fixture(scope="module")
 def everything(folder: Path) -> tuple[int, dict[str, Any], str]:
-    """`wmse bench all` of a set that is not there: loader and loop fail, the others measure."""
+    """Return the output of `wmse bench all` with a missing set: loader and end2end fail, the others measure."""
     config = folder / "tiny.yaml"
     config.write_text(TINY)
     (folder / "step_00000001.pt").write_text("of another program")
@@ -41,7 +42,7 @@ def everything(folder: Path) -> tuple[int, dict[str, Any], str]:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_says_why_and_the_others_are_measured(everything: Any, folder: Path) -> None:
+def test_a_part_that_fails_gives_a_reason_and_the_others_are_measured(everything: Any, folder: Path) -> None:
     code, result, shown = everything
     assert code == 1
     assert result["failed_parts"] == ["loader", "end2end"]
@@ -70,9 +71,9 @@ def test_the_step_is_measured_without_images(everything: Any) -> None:
     assert roofline["flop_utilisation"] == pytest.approx(result["views_per_s"] / by_flop)
 
 
-def test_a_checkpoint_is_measured_in_the_folder_that_is_named(everything: Any, folder: Path) -> None:
+def test_a_checkpoint_is_measured_in_the_given_folder(everything: Any, folder: Path) -> None:
     assert [path.name for path in folder.glob("*step*")] == ["step_00000001.pt"]
-    assert not list(folder.glob("bench*")), "its own files are deleted"
+    assert not list(folder.glob("bench*")), "the benchmark must delete its files"
     result = everything[1]["parts"]["checkpoint"]
     assert result["bytes"] > 3 * 4 * result["parameters"], "the weights and Adam's two moments"
     assert result["stall_ms"]["windows"] == result["write_s"]["windows"] >= 3
@@ -99,29 +100,21 @@ def test_the_parts_of_the_loop_add_up(tiny_config: Path, tiny_set: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_growth_has_a_point_for_each_size_or_says_why_not(tiny_config: Path, tmp_path: Path) -> None:
-    argv = [
-        "--config",
-        str(tiny_config),
-        "--data.images_per_step",
-        "32",
-        "--optimizer.accumulation_steps",
-        "2",
-        "--seconds",
-        "0.2",
-    ]
+def test_growth_has_a_point_or_a_reason_for_each_size(tiny_config: Path, tmp_path: Path) -> None:
+    settings = ["--data.images_per_step", "32", "--optimizer.accumulation_steps", "2"]
+    argv = ["--config", str(tiny_config), *settings, "--seconds", "0.2"]
     plot = ["--plot", str(tmp_path / "growth.png")]
     code, result, _ = run(["growth", "--lines", "images_per_rank", "embedding_size", *argv, *plot])
     assert code == 0
     points = {line["line"]: {point[line["line"]]: point for point in line["points"]} for line in result["lines"]}
     assert list(points["images_per_rank"]) == [16, 32, 64]
     assert "accumulation_steps" in points["images_per_rank"][16]["not_run"], "16 images are one slice"
-    assert list(points["embedding_size"]) == [8, 16]  # slices of 32 rows divide 32 images, larger ones do not
+    assert list(points["embedding_size"]) == [8, 16]  # 32 images cannot be divided into slices of more than 32 rows
     assert points["images_per_rank"][64]["figure"]["windows"] >= MIN_WINDOWS
     assert (tmp_path / "growth.png").stat().st_size > 0
 
 
-def test_the_settings_of_the_method_do_not_concern_a_loader(tiny_config: Path) -> None:
+def test_a_loader_is_measured_without_a_check_of_the_method(tiny_config: Path) -> None:
     settings = ["--wmse.slice_size", "256"]  # more than the 16 images of a step
     with pytest.raises(InputError, match="slice_size"):
         load_config(tiny_config, settings)
@@ -149,7 +142,7 @@ def test_the_settings_of_the_method_do_not_concern_a_loader(tiny_config: Path) -
         ("loss --ranks 2 --wmse.eps 1e-4", "uses --ranks --wmse.eps 1e-4 only together with --config"),
     ],
 )
-def test_what_has_no_effect_is_refused(
+def test_options_without_an_effect_are_refused(
     argv: str, message: str, tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -160,7 +153,7 @@ def test_what_has_no_effect_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_torchrun_starts_only_kinds_that_measure_several_ranks(
+def test_a_benchmark_of_one_process_refuses_several_ranks(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

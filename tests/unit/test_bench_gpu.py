@@ -1,4 +1,7 @@
-"""The program for a GPU machine: a quick part is rehearsed, and checks can fail. All parts: python -m tests.gpu OUT --tiny"""
+"""The checks for a GPU machine: a quick part runs on a CPU, and wrong results are detected.
+
+`python -m tests.gpu OUT --tiny` runs all parts on a CPU.
+"""
 
 import json
 import subprocess
@@ -14,7 +17,7 @@ from torch import Tensor
 from kernels.whitening import whiten
 from tests.conftest import ROOT
 from tests.gpu import __main__ as program
-from tests.gpu import check_kernels, check_step, check_views, part, time_whitening
+from tests.gpu import check_kernels, check_step, check_views, part
 from tests.gpu.part import Line, Task
 
 CPU = torch.device("cpu")
@@ -25,7 +28,7 @@ def run_program(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
-def test_a_quick_part_is_rehearsed_and_its_figures_are_on_the_disk(tmp_path: Path) -> None:
+def test_a_quick_part_runs_and_writes_its_results(tmp_path: Path) -> None:
     done = run_program(str(tmp_path), "--tiny", "--only", "environment")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "table.txt").read_text() == done.stdout
@@ -48,11 +51,12 @@ def test_the_checks_pass_on_a_gpu(check: Callable[[Task], Iterator[Line]]) -> No
 
 
 def python(name: str, code: str, seconds: int = 9, needs: str = "json") -> program.Part:
+    """Return a part that runs Python code. needs: packages that it imports."""
     return program.Part(name, seconds, needs, ["-c", code])
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
+def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     chosen = [
         python("bad", "print('why'); raise SystemExit(3)"),
         python("slow", "print('so far', flush=True); import time; time.sleep(60)", 5),
@@ -67,13 +71,13 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
         "slow": ("OVER TIME", "stopped after 5 s; so far"),
         "absent": ("skipped", "missing: no_such_module, no.such.part"),
         "elsewhere": ("skipped", "needs a GPU"),
-        "good": ("ok", "bad slow absent elsewhere"),  # what results.json held by then
+        "good": ("ok", "bad slow absent elsewhere"),  # the parts in results.json when this part started
     }
     assert program.run_all(chosen[3:], tmp_path, 99) == 0
     assert program.run_all(chosen[4:], tmp_path, 4) == 1, "no time is left"
 
 
-def test_every_line_is_on_the_disk_before_the_next_is_measured(tmp_path: Path) -> None:
+def test_each_line_is_written_before_the_next_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
 
     def lines() -> Iterator[Line]:
@@ -95,7 +99,7 @@ def refuses(x: Tensor, **keywords: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("function", "problem"), [(whiten, ""), (slightly_wrong, "above"), (refuses, "cannot")])
-def test_a_backend_that_computes_something_else_is_noticed(
+def test_a_wrong_result_of_a_backend_is_detected(
     function: Callable[..., Tensor], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_kernels, "VARIANTS", {"torch": {"backend": "torch"}})
@@ -105,15 +109,9 @@ def test_a_backend_that_computes_something_else_is_noticed(
     assert problem in line.get("problem", "")
 
 
-def test_a_step_with_another_loss_is_noticed() -> None:
+def test_a_step_with_another_loss_is_detected() -> None:
     variant = check_step.Variant("fp32", micro_batches=2)
     expected = check_step.float32_loss(check_step.TINY, 2, CPU)
     assert "problem" not in check_step.check(check_step.TINY, variant, CPU, expected)
     wrong = check_step.check(check_step.TINY, variant, CPU, expected + 0.2)
     assert wrong["problem"] == "the loss differs too much from that in float32"
-
-
-def test_the_targets_of_the_whitening_are_judged() -> None:
-    assert "problem" not in time_whitening.judge(4, {"torch": 999.0, "triton": 149.0, "loop": 3000.0})
-    assert "400 us" in time_whitening.judge(64, {"triton": 401.0, "loop": 9000.0})["problem"]
-    assert "problem" in time_whitening.judge(4, {"triton": 100.0}), "the loop failed"

@@ -1,4 +1,4 @@
-"""The loader's benchmark: cold reads are cold, and the sweep names its best as options that can be typed."""
+"""Benchmark of the loader: cold reads come from the disk, and the sweep names the best options."""
 
 import os
 import subprocess
@@ -19,11 +19,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def config(tiny_config: Path, tiny_set: Path) -> Config:
+    """Return the tiny config for `tiny_set`."""
     return load_config(tiny_config, ["--data.root", str(tiny_set)])
 
 
 @pytest.mark.parametrize("form", ["folder", "shards"])
-def test_a_cold_read_asks_the_kernel_to_forget_the_file_first(
+def test_a_cold_read_drops_the_file_from_the_page_cache_first(
     tiny_set: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form == "shards":
@@ -43,13 +44,13 @@ def test_a_cold_read_asks_the_kernel_to_forget_the_file_first(
     assert forgotten[0].endswith(".tar" if form == "shards" else f"train/{index.name(3)}")
 
 
-def test_the_pages_are_really_gone(tmp_path: Path) -> None:
-    """util-linux's fincore counts them; a tmpfs has no other place for its files."""
+def test_the_pages_of_a_cold_file_are_dropped(tmp_path: Path) -> None:
+    """fincore of util-linux counts the pages. A tmpfs holds files only in the page cache."""
     write_images(tmp_path / "train" / "cats", 2, seed=0, size=(200, 200))
     index = open_index(tmp_path, "train")
     file = tmp_path / "train" / index.name(0)
     with file.open("rb") as opened:
-        os.fsync(opened.fileno())  # a page that is being written stays
+        os.fsync(opened.fileno())  # pages that are not written yet are not dropped
     index.read(0)
 
     def cached() -> int:
@@ -59,16 +60,16 @@ def test_the_pages_are_really_gone(tmp_path: Path) -> None:
     try:
         before = cached()
     except FileNotFoundError:
-        pytest.skip("no fincore here")
+        pytest.skip("needs fincore")
     if subprocess.run(["stat", "-f", "-c", "%T", str(file)], capture_output=True, text=True).stdout.strip() == "tmpfs":
-        pytest.skip("a tmpfs")
+        pytest.skip("the file is on a tmpfs")
     ColdIndex(index).forget(0)
     assert before > 0
     assert cached() == 0
 
 
 @pytest.mark.slow
-def test_the_result_has_both_caches_and_what_was_used(config: Config) -> None:
+def test_the_result_has_cold_and_warm_figures_and_the_options_used(config: Config) -> None:
     assert torch.equal(next(endless_loader(config, cold=True)).views, next(endless_loader(config)).views)
     result = bench_loader(config, 0.2)
     assert result["figures"].keys() == result["page_cache"].keys() == {"cold", "warm"}
@@ -81,7 +82,7 @@ def test_the_result_has_both_caches_and_what_was_used(config: Config) -> None:
     assert "hw_decoder_load" not in result
 
 
-def test_the_grid_starts_with_the_configs_own_and_can_be_typed(tiny_config: Path, config: Config) -> None:
+def test_the_grid_starts_with_the_settings_of_the_config(tiny_config: Path, config: Config) -> None:
     for device in (CPU, CUDA):
         tried = grid(config, device)
         assert tried[0]["prefetch_batches"] == config.data.prefetch_batches
@@ -94,7 +95,7 @@ def test_the_grid_starts_with_the_configs_own_and_can_be_typed(tiny_config: Path
 
 
 @pytest.mark.slow
-def test_the_sweep_names_the_fastest(config: Config) -> None:
+def test_the_sweep_names_the_fastest_options(config: Config) -> None:
     result = bench_loader_sweep(config, 0.1)
     medians = {as_options(point["setting"]): point["figures"]["median"] for point in result["results"]}
     assert list(medians) == [as_options(setting) for setting in grid(config, CPU)]

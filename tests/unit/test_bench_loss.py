@@ -1,4 +1,4 @@
-"""The loss is measured beside a loop that computes the same, at the sizes that a rank has."""
+"""Benchmark of the loss, beside a loop that computes the same, at the sizes of a rank."""
 
 import json
 import sys
@@ -27,10 +27,10 @@ def test_the_loop_computes_the_same_loss_and_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(loop, v), torch.autograd.grad(batched, v))
 
 
-def test_figures_are_complete_and_need_neither_settings_nor_images(
+def test_the_loss_is_measured_without_settings_and_images(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine that has torch and rich, but neither jsonargparse nor DALI, measures the loss."""
+    """This works on a machine with torch and rich, but without jsonargparse and DALI."""
     for name in ("jsonargparse", "trainer.config.loading", "trainer.setup", "nvidia.dali"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["bench", "loss", "--shapes", "2,16,8,4,1", "3,8,8,4,2", "--seconds", "0.1"]) == 0
@@ -61,14 +61,14 @@ def test_each_storage_that_autograd_saves_counts_once() -> None:
         assert sum(storage.nbytes() for storage in saved_storages(forward).values()) == expected
 
 
-def test_who_refuses_a_size_is_left_out_with_the_reason() -> None:
+def test_an_implementation_that_refuses_a_size_is_dropped_with_the_reason() -> None:
     def refuse() -> None:
         raise ValueError("too large")
 
     steps = {"loop": lambda: None, "torch": refuse}
     assert drop_refusing(steps) == {"torch": "ValueError: too large"}
     assert list(steps) == ["loop"]
-    with pytest.raises(ValueError, match="too large"):  # all are compared to the loop
+    with pytest.raises(ValueError, match="too large"):  # the loop is needed for all comparisons
         drop_refusing({"loop": refuse})
 
 
@@ -82,7 +82,7 @@ def test_who_refuses_a_size_is_left_out_with_the_reason() -> None:
         ("--wmse.iterations 2 --wmse.permutation_block 32", 4, 32),  # two ranks permute a block together
     ],
 )
-def test_the_shape_of_an_experiment_is_what_one_rank_whitens(
+def test_the_shape_of_an_experiment_is_that_of_one_rank(
     settings: str, ranks: int, num_images: int, tiny_config: Path
 ) -> None:
     config = load_config(tiny_config, ["--data.images_per_step", "64", *settings.split()])
@@ -92,14 +92,14 @@ def test_the_shape_of_an_experiment_is_what_one_rank_whitens(
     assert f"whitening: {slices_of_all} slices" in "\n".join(plan_lines(config, 64, ranks))
 
 
-def test_the_recipes_shapes_are_those_of_the_configs() -> None:
+def test_the_shapes_of_the_recipes_are_those_of_the_configs() -> None:
     configs = [path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("demo")]
     whitening = [config for config in (load_config(path, []) for path in configs) if config.method == "wmse"]
     shapes = {shape_of_config(config, 1) for config in whitening}
     assert shapes | {LossShape(4, 1024, 256, 128, 1)} == set(RECIPE_SHAPES)
 
 
-def test_an_experiment_is_measured_and_what_is_set_aside_is_told(
+def test_settings_that_the_benchmark_ignores_are_reported(
     tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--config", str(tiny_config), "--data.images_per_step", "32", "--ranks", "2", "--wmse.eps", "0.01"]

@@ -1,4 +1,4 @@
-"""Each peer makes what it should, on tiny sizes: a ratio to something else would mean nothing."""
+"""Each peer computes the right result, at tiny sizes; otherwise its speed would mean nothing."""
 
 import json
 from dataclasses import replace
@@ -21,11 +21,12 @@ PEERS = ["torchvision", "dali_decode_once", "dali_decode_per_view"]
 
 @pytest.fixture
 def config(tiny_config: Path, tiny_set: Path) -> Config:
+    """Return the tiny config for `tiny_set`."""
     return load_config(tiny_config, ["--data.root", str(tiny_set)])
 
 
 def views_of(config: Config, name: str) -> list[torch.Tensor]:
-    """The d views of the first batch, each (N, 3, S, S)."""
+    """Return the d views of the first batch, each (N, 3, S, S)."""
     if name == "torchvision":
         return next(torchvision_batches(config, 0))
     batch = next(dali_batches(config, decode_once=name == "dali_decode_once"))
@@ -33,7 +34,7 @@ def views_of(config: Config, name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_makes_different_views_of_the_recipes_size(config: Config, name: str) -> None:
+def test_a_peer_makes_different_views_of_the_right_size(config: Config, name: str) -> None:
     first, second, *_ = views_of(config, name)
     for view in (first, second):
         assert view.shape == (config.data.images_per_step, 3, config.views.size, config.views.size)
@@ -44,7 +45,7 @@ def test_a_peer_makes_different_views_of_the_recipes_size(config: Config, name: 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_shows_the_same_image_in_all_views(config: Config, name: str) -> None:
-    """Without any chance the views are the whole image, and equal; with grey alone, their channels are."""
+    """Without random choices all views are the whole image and equal. With grey alone, their channels are equal."""
     plain = replace(config.views, crop_area=(1.0, 1.0), crop_ratio=(0.9, 1.2), flip_probability=0.0,
                     color_probability=0.0, gray_probability=0.0, blur_probability=0.0)  # fmt: skip
     first, second, *_ = views_of(replace(config, views=plain), name)
@@ -57,8 +58,8 @@ def test_a_peer_shows_the_same_image_in_all_views(config: Config, name: str) -> 
     assert soft.diff(n=2, dim=-1).abs().mean() < 0.75 * first.float().diff(n=2, dim=-1).abs().mean()
 
 
-def test_every_loader_goes_on_past_an_epoch(config: Config) -> None:
-    """The set has three steps."""
+def test_every_loader_continues_after_an_epoch(config: Config) -> None:
+    """An epoch of the set has three steps."""
     for start in loaders.peer_loaders(config, 0).values():
         assert sum(1 for _ in islice(start(), 8)) == 8
 
@@ -72,8 +73,10 @@ def test_every_optimizer_updates_all_its_parameters(config: Config) -> None:
         assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-def test_the_options_of_our_loader_are_what_they_are_called(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batches of each: smaller views, pixels from memory, other files."""
+def test_the_options_of_our_loader_have_the_effect_of_their_names(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches show it: smaller views, the same pixels from the cache, and other files."""
     made = {}
 
     def take_one(started, views, seconds):

@@ -1,4 +1,4 @@
-"""Where a step's time goes: ranges of the host, and kernels of the device by the range that launched them."""
+"""Time of a step by phase: ranges on the host, and kernels on the device by the range that launched them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ STEP = ("forward", "loss", "backward", "agree", "update")
 
 @dataclass
 class Event:
-    """An event as torch's profiler gives it; times in ms."""
+    """Event with the methods of those of torch's profiler; times are in ms."""
 
     label: str
     begin: float
@@ -50,12 +50,13 @@ class Event:
 
 
 def kernel(name: str, launched: float, begin: float, length: float, number: int, **more: int) -> list[Event]:
+    """Return the events of a kernel: its launch on the host and its execution on the device."""
     launch = Event("cudaLaunchKernel", launched, 0.01, correlation=number)
     return [launch, Event(name, begin, length, on_gpu=True, correlation=number, **more)]
 
 
 def ranges(names: tuple[str, ...]) -> Any:
-    """Three steps of 10 ms, with ranges of 1 ms one after the other."""
+    """Return the ranges of three steps of 10 ms, each with consecutive ranges of 1 ms."""
     return [Event(name, at + i, 1, annotation=True) for at in (0, 10, 20) for i, name in enumerate(names)]
 
 
@@ -64,7 +65,7 @@ def test_overlapping_spans_count_once() -> None:
     assert covered_ns([]) == 0
 
 
-def test_phases_of_the_host_are_its_ranges_and_nothing_else() -> None:
+def test_host_phases_are_the_ranges_of_the_host_only() -> None:
     events = [
         Event("forward", 0, 2, annotation=True),
         Event("forward", 10, 4, annotation=True),
@@ -76,13 +77,13 @@ def test_phases_of_the_host_are_its_ranges_and_nothing_else() -> None:
 
 
 def test_a_kernel_belongs_to_the_range_that_launched_it() -> None:
-    """The device runs behind the host: a kernel of forward runs while the host is in backward."""
+    """The device lags behind the host: a kernel of forward runs while the host is in backward."""
     events = [
         Event("forward", 0, 2, annotation=True),
         Event("backward", 2, 5, annotation=True),
-        Event("aten::convolution_backward", 3, 1, correlation=1),  # an operator's number is no launch's
+        Event("aten::convolution_backward", 3, 1, correlation=1),  # operators are numbered apart from launches
         *kernel("conv", 1, 3, 4, 1, linked=11),
-        *kernel("triton", 1.5, 6, 3, 2),  # beside conv for 1 ms; of no torch operator, on torch's stream
+        *kernel("triton", 1.5, 6, 3, 2),  # overlaps conv for 1 ms; has no torch operator; is on torch's stream
         *kernel("conv_backward", 3, 9, 5, 3, linked=12),
         *kernel("copy", 8, 14, 1, 4, linked=13),
         *kernel("ncclDevKernel_AllReduce", 4, 10, 2, 5, linked=14, stream=20),
@@ -104,7 +105,7 @@ def test_the_parts_of_a_step_on_the_host_add_up_to_it() -> None:
 
 
 def test_the_parts_of_a_step_on_a_gpu_add_up_to_it() -> None:
-    """20 ms: 15 busy, of which 1 is the all-reduce's alone and 2 of torch's outside the ranges; 5 idle, 3 of them for data."""
+    """Of 20 ms, 15 are busy: 1 of them in the all-reduce alone, 2 in torch outside the ranges. 5 are idle, 3 for data."""
     busy = {"forward": 4.0, "loss": 1.0, "backward": 6.0, "agree": 0.5, "update": 0.5, "outside": 2.0}
     parts = device_parts({**busy, "all_reduce": 3.0, "augmentation": 2.0, "busy": 15.0}, 20.0, 3.0)
     assert (parts["data_wait"], parts["beside"], parts["rest"], parts["idle"]) == (3, 1, 4, 5)

@@ -1,4 +1,4 @@
-"""Results as tables, on the terminal and in documents."""
+"""Tables of results, on the terminal and in documents."""
 
 import json
 import re
@@ -15,7 +15,7 @@ LOADER = {"bench": "loader", "figures": {"cold": FIGURE}, "config": "c.yaml", "o
 PEERS = {"bench": "peers", "loss": {"unit": "us", "figures": {"loop": FIGURE}, "times": {"loop": 3.0}}, **HEAD}
 
 
-def test_a_document_is_filled_from_the_results_that_it_names(tmp_path: Path) -> None:
+def test_a_document_gets_the_tables_of_the_results_that_it_names(tmp_path: Path) -> None:
     (tmp_path / "loader.json").write_text(json.dumps(LOADER))
     (tmp_path / "peers.json").write_text(json.dumps(PEERS))
     document = tmp_path / "document.md"
@@ -35,7 +35,7 @@ def test_a_document_is_filled_from_the_results_that_it_names(tmp_path: Path) -> 
     assert document.read_text().splitlines() == lines
 
 
-def test_a_terminal_shows_the_same_figures_and_what_was_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_the_figures_and_the_parts_that_were_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     print_report({**LOADER, "not_run": {"triton": "no GPU"}})
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -43,7 +43,7 @@ def test_a_terminal_shows_the_same_figures_and_what_was_not_run(capsys: pytest.C
     assert "not run: triton: no GPU" in printed.err
 
 
-def test_the_tables_of_the_document_are_those_of_the_results() -> None:
+def test_the_tables_in_the_docs_are_current() -> None:
     text = (ROOT / "docs" / "measurements.md").read_text()
     places = re.findall(r"<!-- table (\S+)(?: (\S+))? -->\n(.*?)<!-- /table -->", text, re.DOTALL)
     assert len(places) > 8

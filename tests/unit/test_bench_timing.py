@@ -1,4 +1,4 @@
-"""Windows alternate, last long enough, and hold only what is to be timed."""
+"""Timing windows alternate, last long enough, and contain only the timed function."""
 
 import time
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 class Timer:
-    """A window of a function whose calls last so many seconds by its own clock; keeps the calls of each window."""
+    """Stand-in for a timed function: each call takes `seconds`. It records the number of calls of each window."""
 
     def __init__(self, seconds: float, made: list[tuple[float, int]]) -> None:
         self.seconds = seconds
@@ -22,7 +22,7 @@ class Timer:
         return calls * self.seconds
 
 
-def test_windows_of_fast_and_slow_functions_alternate_and_last_alike() -> None:
+def test_windows_of_fast_and_slow_functions_alternate_and_last_equally_long() -> None:
     made: list[tuple[float, int]] = []
     samples = interleave({"fast": Timer(1e-4, made), "slow": Timer(0.02, made)}, 4.0)
     assert samples["fast"] == [pytest.approx(1e-4)] * MAX_WINDOWS
@@ -40,7 +40,7 @@ def test_a_slow_function_has_few_windows_of_one_call() -> None:
     assert made[-1] == (0.1, 5)
 
 
-def test_only_the_function_is_timed_not_what_prepares_it() -> None:
+def test_the_preparation_of_a_call_is_not_timed() -> None:
     given = []
     seconds = timed_after(lambda: time.sleep(0.05) or 7, given.append, CPU)(3)
     assert given == [7, 7, 7]
@@ -48,5 +48,5 @@ def test_only_the_function_is_timed_not_what_prepares_it() -> None:
     assert timed(lambda: time.sleep(0.01), CPU)(3) >= 0.03
 
 
-def test_median_and_quartiles() -> None:
+def test_the_spread_has_median_and_quartiles() -> None:
     assert spread([4.0, 1.0, 3.0, 2.0, 5.0], 10) == {"median": 30, "quartile_1": 20, "quartile_3": 40, "windows": 5}

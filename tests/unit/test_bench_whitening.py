@@ -1,4 +1,4 @@
-"""The whitening alone: the table that the automatic backend follows, and the lines of the sweep."""
+"""Benchmark of the whitening: the table of the automatic backend, and the lines of the sweep."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_step_is_forward_and_backward_of_the_named_backend() -> None:
         torch.testing.assert_close(step(), expected, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_every_line_of_the_sweep_varies_one_size_and_can_be_whitened() -> None:
+def test_every_line_of_the_sweep_varies_one_size() -> None:
     for name, points in LINES.items():
         grown = [getattr(point, name) for point in points]
         assert grown == sorted(set(grown))
@@ -50,7 +50,7 @@ def test_the_table_names_the_fastest_backend(tmp_path: Path, capsys: pytest.Capt
         assert cell["microseconds"][cell["fastest"]] == min(cell["microseconds"].values())
 
 
-def test_cells_that_are_too_large_or_slow_are_left_out_with_the_reason() -> None:
+def test_cells_that_are_too_large_or_slow_are_skipped_with_the_reason() -> None:
     table = measure_grid(CPU, 1.0, slices=(1, 10_000_000), sizes=(4,))
     assert [cell["slices"] for cell in table["cells"]] == [1]
     assert [cell["reason"] for cell in table["left_out"]] == ["x has 1220 MiB, more than 128"]

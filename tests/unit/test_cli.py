@@ -1,4 +1,4 @@
-"""The command line: help, unknown commands, one message for bad input."""
+"""Command line: help, unknown commands, and one message for wrong input."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from trainer import __version__
 from trainer.cli import COMMANDS, main
 
 
-def test_without_words_it_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -18,7 +18,7 @@ def test_without_words_it_lists_the_commands(capsys: pytest.CaptureFixture[str])
     assert __version__ in capsys.readouterr().out
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
     assert "unknown command 'train'" in capsys.readouterr().err
 
@@ -35,7 +35,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         assert "Number M of rows of one view that are whitened" in shown
 
 
-def test_another_package_named_kernels_is_noticed(
+def test_another_package_named_kernels_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernels, "__file__", "/elsewhere/site-packages/kernels/__init__.py")
@@ -43,7 +43,7 @@ def test_another_package_named_kernels_is_noticed(
     assert "the package 'kernels' was imported from /elsewhere/site-packages" in capsys.readouterr().err
 
 
-def test_check_data_names_the_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_data_names_and_counts_unusable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "page.jpg").write_text("<html>not found</html>")
     assert main(["check-data", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
@@ -51,23 +51,23 @@ def test_check_data_names_the_bad(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "1 files, 1 bad" in shown
 
 
-def test_prepare_and_preview(
+def test_a_prepared_set_is_previewed(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prepare", str(tiny_set), str(tmp_path / "shards")]) == 0
-    words = ["--config", str(tiny_config), "--data.root", str(tmp_path / "shards")]
-    assert main(["preview", *words, "--out", str(tmp_path / "grid.png"), "--images", "3"]) == 0
+    arguments = ["--config", str(tiny_config), "--data.root", str(tmp_path / "shards")]
+    assert main(["preview", *arguments, "--out", str(tmp_path / "grid.png"), "--images", "3"]) == 0
     assert "3 images and the 2 views of each" in capsys.readouterr().out
     from PIL import Image
 
     with Image.open(tmp_path / "grid.png") as picture:
-        assert picture.size == (3 * 100, 3 * 100)  # 32 px enlarged three times, with a gap around
+        assert picture.size == (3 * 100, 3 * 100)  # each view has 32 px, enlarged three times, and a gap of 2 px around
     assert main(["prepare", str(tiny_set), str(tmp_path / "shards")]) == 2
-    assert main(["preview", *words, "--images", "0"]) == 2
+    assert main(["preview", *arguments, "--images", "0"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["pretrian"], "unknown command 'pretrian': did you mean pretrain?"),
         (
@@ -85,7 +85,7 @@ def test_prepare_and_preview(
     ],
 )
 def test_unknown_settings_are_refused_with_a_suggestion(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert message in capsys.readouterr().err

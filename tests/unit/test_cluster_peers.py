@@ -15,13 +15,13 @@ from trainer.distributed.peers import Failure, LostRankError, Peers
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError, TrainingFailedError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # `ends` raises in a thread
+# the fixture `ends` raises in a thread
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Return a TCP store; shorten the waits of `Peers`."""
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(module, "_GRACE_SECONDS", 0.2)
     return dist.TCPStore("127.0.0.1", free_port(), None, True, timedelta(seconds=20), wait_for_workers=False)
@@ -29,12 +29,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Exit codes of the threads that would have ended the process."""
+    """Return the list of exit codes with which threads would have ended the process."""
     codes: list[int] = []
 
     def end(code: int) -> None:
         codes.append(code)
-        raise SystemExit  # of the thread
+        raise SystemExit  # ends the thread only
 
     monkeypatch.setattr(os, "_exit", end)
     return codes
@@ -51,7 +51,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_first_failure_reaches_the_others_and_ends_them_with_its_code(store: dist.Store, ends: list[int]) -> None:
+def test_the_first_failure_ends_the_other_ranks_with_its_exit_code(store: dist.Store, ends: list[int]) -> None:
     first, second, third = (of_rank(store, rank, 3) for rank in range(3))
     told: list[Failure] = []
     with second.watched(lambda failure: None), first.watched(told.append):
@@ -64,7 +64,7 @@ def test_the_first_failure_reaches_the_others_and_ends_them_with_its_code(store:
     assert told[0].message.endswith("failed: no folder /x")
 
 
-def test_a_rank_that_ends_by_itself_in_time_is_not_ended(store: dist.Store, ends: list[int]) -> None:
+def test_a_rank_that_ends_in_time_is_not_ended_by_its_thread(store: dist.Store, ends: list[int]) -> None:
     first, second = of_rank(store, 0), of_rank(store, 1)
     with first.watched(lambda failure: None):
         second.tell(RuntimeError("gone"))
@@ -93,7 +93,7 @@ def test_the_end_waits_for_a_checkpoint_in_progress(store: dist.Store, ends: lis
 def test_rank_0_keeps_the_store_until_every_other_rank_has_read_it(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own thread, or one that looks twice, must not count for one that has not looked."""
+    """The thread of rank 0, or a rank that looks twice, does not count as another rank."""
     monkeypatch.setattr(module, "_LOOK_SECONDS", 5.0)
     module._LOOK_SECONDS = 1.0
     ranks = [of_rank(store, rank, 3) for rank in range(3)]
@@ -183,7 +183,7 @@ def test_an_error_that_all_ranks_know_is_not_reported_again(
     assert not store.check(["failure"])
 
 
-def test_a_failure_can_be_asked_for_while_the_main_thread_waits(store: dist.Store) -> None:
+def test_the_main_thread_can_ask_for_a_failure(store: dist.Store) -> None:
     first, second = of_rank(store, 0), of_rank(store, 1)
     assert first.ask() is None
     with first.watched(lambda failure: None):

@@ -20,19 +20,21 @@ def torchrun(local: int) -> dict[str, str]:
         (16, {}, 16),
         (16, torchrun(4), 4),
         (16, torchrun(32), 1),
-        (16, SRUN, 4),  # srun bound nobody: all four share the node
-        (3, SRUN, 3),  # srun bound each to its own
+        (16, SRUN, 4),  # srun has not bound the ranks: all four share the node
+        (3, SRUN, 3),  # srun has bound each rank to three cores
         (16, {**SRUN, "SLURM_CPUS_PER_TASK": "2"}, 2),
         (1, {**SRUN, "SLURM_CPUS_PER_TASK": "4"}, 1),
     ],
 )
-def test_cores_of_a_rank(bound: int, env: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_of_a_rank_are_found(
+    bound: int, env: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(bound))
     monkeypatch.setattr("trainer.distributed.cores.quota_cores", lambda: 64)
     assert own_cores(env) == cores
 
 
-def test_a_container_quota_limits_them(tmp_path: Path) -> None:
+def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path) -> None:
     process = tmp_path / "cgroup"
     process.write_text("0::/user/job\n")
     (tmp_path / "user" / "job").mkdir(parents=True)
@@ -59,4 +61,4 @@ def test_too_few_cores_give_a_warning_with_advice(monkeypatch: pytest.MonkeyPatc
     (warning,) = core_warnings(find_ranks(SRUN), 1, on_gpu=True, env=SRUN)
     assert "has 1 core(s) and needs about 6" in warning
     assert core_warnings(Ranks(), 8, on_gpu=True, env={}) == []
-    assert core_warnings(Ranks(), 1, on_gpu=False, env={}) == []  # a laptop has what it has
+    assert core_warnings(Ranks(), 1, on_gpu=False, env={}) == []

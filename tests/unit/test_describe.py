@@ -1,4 +1,4 @@
-"""What is said of a run before it starts."""
+"""Description of a run before it starts: the plan, warnings, and the dry run."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from trainer.tools.dry_run import dry_run, evaluation_warnings, setting_warnings
 from trainer.tools.run_plan import plan_lines, plan_warnings
 
 
-def test_numbers_of_the_plan(tiny_config: Path) -> None:
-    """50 images, 16 a step on two ranks that whiten 16 rows together, 2 views, 3 iterations."""
+def test_the_plan_of_a_run_is_described(tiny_config: Path) -> None:
+    """The run has 50 images, 16 a step on two ranks that whiten 16 rows together, 2 views and 3 iterations."""
     config = load_config(tiny_config, ["--wmse.iterations", "3", "--wmse.permutation_block", "16"])
     text = "\n".join(plan_lines(config, 50, 2))
     for part in (
@@ -30,9 +30,9 @@ def test_numbers_of_the_plan(tiny_config: Path) -> None:
 
 
 def test_micro_batches_and_early_sizes_are_described(tiny_config: Path) -> None:
-    words = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sizes", "[16,24]",
-             "--views.early_size_epochs", "[1,2]"]  # fmt: skip
-    text = "\n".join(plan_lines(load_config(tiny_config, words), 640, 2))
+    settings = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sizes", "[16,24]",
+                "--views.early_size_epochs", "[1,2]"]  # fmt: skip
+    text = "\n".join(plan_lines(load_config(tiny_config, settings), 640, 2))
     assert "32 images = 64 views per rank, in 2 micro-batches of 16 images" in text
     assert "views: 16 px until step 10, 24 px until step 20, then 32 px" in text
     plain = "\n".join(plan_lines(load_config(tiny_config, []), 640, 1))
@@ -40,9 +40,9 @@ def test_micro_batches_and_early_sizes_are_described(tiny_config: Path) -> None:
     assert "views: " not in plain
 
 
-def test_settings_without_effect_are_said(tiny_config: Path) -> None:
-    words = ["--gradient_compression", "bf16", "--compile", "true", "--cuda_graphs", "true"]
-    config, cpu = load_config(tiny_config, words), torch.device("cpu")
+def test_settings_without_an_effect_are_warned_of(tiny_config: Path) -> None:
+    settings = ["--gradient_compression", "bf16", "--compile", "true", "--cuda_graphs", "true"]
+    config, cpu = load_config(tiny_config, settings), torch.device("cpu")
     assert [line.split()[0] for line in setting_warnings(config, 1, cpu)] == ["gradient_compression", "cuda_graphs"]
     assert [line.split()[0] for line in setting_warnings(config, 2, torch.device("cuda"))] == []
     eager = load_config(tiny_config, ["--model.batch_norm_ranks", "all", "--compile", "false"])
@@ -61,7 +61,7 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folders", "words", "said"),
+    ("folders", "settings", "warning"),
     [
         (["train/a", "train/b", "val/a"], [], ""),
         (["train/a", "train/b"], [], "the split 'val' does not exist"),
@@ -71,24 +71,24 @@ def test_settings_without_effect_are_said(tiny_config: Path) -> None:
         (["train/images", "val/a"], ["--data.probe_split", "labelled"], "the split 'labelled' does not exist"),
     ],
 )
-def test_a_set_that_can_not_be_evaluated_is_warned_of_at_the_start(
-    folders: list[str], words: list[str], said: str, tmp_path: Path, tiny_config: Path
+def test_a_set_that_cannot_be_evaluated_is_warned_of(
+    folders: list[str], settings: list[str], warning: str, tmp_path: Path, tiny_config: Path
 ) -> None:
     for number, folder in enumerate(folders):
         write_images(tmp_path / "set" / folder, 2, seed=number)
-    config = load_config(tiny_config, ["--data.root", str(tmp_path / "set"), *words])
+    config = load_config(tiny_config, ["--data.root", str(tmp_path / "set"), *settings])
     index = open_index(tmp_path / "set", "train")
     lines = evaluation_warnings(config, index)
-    assert bool(lines) == bool(said)
-    assert said in "".join(lines)
+    assert bool(lines) == bool(warning)
+    assert warning in "".join(lines)
     assert not list((tmp_path / "set" / ".wmse_index").glob("val*"))  # the test split is not indexed for this
 
 
-def test_a_run_on_such_a_set_warns_and_trains(
+def test_a_run_on_a_set_that_cannot_be_evaluated_warns_and_trains(
     tiny_set: Path, tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
-    config = load_config(tiny_config, [*words, "--data.test_split", "nothing"])
+    settings = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
+    config = load_config(tiny_config, [*settings, "--data.test_split", "nothing"])
     assert pretrain(config, StopRequest()) == 0
     assert "cannot be evaluated on it: the split 'nothing' does not exist" in capsys.readouterr().err
 
@@ -112,8 +112,8 @@ def test_a_dry_run_needs_a_set_or_its_size(tiny_config: Path) -> None:
 
 def test_a_dry_run_warns_and_refuses_as_the_run_does(tiny_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    words = ["--data.expected_images", "48"]
-    lines = list(dry_run(load_config(tiny_config, [*words, "--autotune", "true"]), 1))
+    settings = ["--data.expected_images", "48"]
+    lines = list(dry_run(load_config(tiny_config, [*settings, "--autotune", "true"]), 1))
     assert "warning: autotune has no effect on a CPU" in lines
     with pytest.raises(InputError, match="backend triton needs an NVIDIA GPU"):
-        list(dry_run(load_config(tiny_config, [*words, "--wmse.backend", "triton"]), 1))
+        list(dry_run(load_config(tiny_config, [*settings, "--wmse.backend", "triton"]), 1))

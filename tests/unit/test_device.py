@@ -1,4 +1,4 @@
-"""Which GPU a rank takes. There is none here: torch is told that there are some."""
+"""Choice of the GPU of a rank, with a torch that reports GPUs that do not exist."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ from trainer.errors import InputError
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make torch report GPUs. Return the monkeypatch, to set their number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     return monkeypatch
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(8, 3, 3), (1, 0, 0), (1, 5, 0)])
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_sees(
+def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_only_visible_one(
     count: int, local_rank: int, index: int, visible: pytest.MonkeyPatch
 ) -> None:
     visible.setattr(torch.cuda, "device_count", lambda: count)
@@ -35,7 +36,7 @@ def test_more_ranks_than_gpus_are_refused(visible: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("setting", "on_gpu", "on_cpu"), [("auto", True, False), ("true", True, True), ("false", False, False)]
 )
-def test_the_model_is_compiled_on_a_gpu_unless_told_otherwise(setting: Any, on_gpu: bool, on_cpu: bool) -> None:
+def test_auto_compiles_the_model_on_a_gpu_only(setting: Any, on_gpu: bool, on_cpu: bool) -> None:
     config = Config(compile=setting)
     assert compiles(config, torch.device("cuda", 0)) is on_gpu
     assert compiles(config, torch.device("cpu")) is on_cpu

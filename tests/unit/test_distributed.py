@@ -1,4 +1,4 @@
-"""Who this process is, and how ranks share a step. (Two real ranks: tests/integration/test_two_ranks.py.)"""
+"""Division of a step among ranks, and process groups. tests/integration/test_two_ranks.py tests two real ranks."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 
 
-def test_only_one_rank_of_all_is_the_first() -> None:
+def test_only_rank_0_is_the_first() -> None:
     assert [Ranks(rank, 4, rank % 2).is_first for rank in range(4)] == [True, False, False, False]
 
 
@@ -35,7 +35,7 @@ def test_only_one_rank_of_all_is_the_first() -> None:
         (Ranks(3, 4, 1), ["check", "work", "check"]),
     ],
 )
-def test_one_rank_a_node_works_before_the_others(
+def test_one_rank_of_each_node_works_before_the_others(
     ranks: Ranks, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -62,7 +62,7 @@ def test_loss_groups_are_as_small_as_possible(images: int, world: int, together:
     assert loss_group_size(images, world, together) == size
 
 
-def test_groups_that_do_not_fit_the_ranks() -> None:
+def test_loss_groups_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(InputError, match=r"6 ranks of 64 images.*256.*multiple of 4"):
         loss_group_size(64, 6, 256)
 
@@ -85,20 +85,18 @@ def test_loss_groups_are_neighbours_and_the_same_on_all_ranks(monkeypatch: pytes
     assert make_loss_group(1, Config(), Ranks(3, 6), cpu) is None
 
 
-def test_precision_by_name() -> None:
-    from dataclasses import replace
-
+def test_the_autocast_dtype_follows_the_precision() -> None:
     cpu = torch.device("cpu")
     assert autocast_dtype(replace(Config(), precision="bf16"), cpu) is torch.bfloat16
     assert autocast_dtype(replace(Config(), precision="fp32"), cpu) is None
 
 
 def test_batch_norm_has_a_separate_group(group_of_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In DDP's group its few numbers would wait behind the gradients; on a GPU its stream goes before others."""
+    """In DDP's group its few numbers would wait behind the gradients. On a GPU its stream has high priority."""
     config = Config(model=replace(Config().model, batch_norm_ranks="all"))
-    own = make_batch_norm_group(config, Ranks(0, 2), torch.device("cpu"))
-    assert own
-    assert own != group_of_one
+    group = make_batch_norm_group(config, Ranks(0, 2), torch.device("cpu"))
+    assert group
+    assert group != group_of_one
     assert make_batch_norm_group(config, Ranks(), torch.device("cpu")) is None
     assert make_batch_norm_group(Config(), Ranks(0, 2), torch.device("cpu")) is None
     real, asked = dist.new_group, []
@@ -118,18 +116,19 @@ def test_the_watchdog_ends_a_hanging_step_before_nccl_does(compile_model: Any) -
     usual, first = (step_seconds(config, Ranks(0, 2), gpu, may_compile=may_compile) for may_compile in (False, True))
     assert usual is not None
     assert first is not None
-    assert usual > 60 * config.timeout_minutes  # after a rank that waits for files is ended: that one is to blame
+    # a rank that waits for files must end first, because it is the cause
+    assert usual > 60 * config.timeout_minutes
     assert (first > usual + 600) == (compile_model == "true")  # autotuning takes minutes
     assert collective_timeout(config, gpu).total_seconds() > first
 
 
-def test_a_step_that_waits_for_no_rank_over_nccl_has_no_limit() -> None:
+def test_a_step_has_a_time_limit_only_with_several_ranks_over_nccl() -> None:
     assert step_seconds(Config(), Ranks(), torch.device("cuda", 0), may_compile=False) is None
     assert step_seconds(Config(), Ranks(0, 2), torch.device("cpu"), may_compile=False) is None
-    assert collective_timeout(Config(), torch.device("cpu")) == timedelta(minutes=8)  # of gloo, before the watchdog's
+    assert collective_timeout(Config(), torch.device("cpu")) == timedelta(minutes=8)  # before the watchdog's limit
 
 
-def test_an_error_of_one_rank_alone_is_plain() -> None:
+def test_an_error_of_a_single_rank_names_no_rank() -> None:
     def work() -> None:
         raise InputError("no folder")
 

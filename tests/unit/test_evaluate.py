@@ -1,4 +1,4 @@
-"""The evaluator: exact counts, frozen statistics, the scaling of the run, one message for what is wrong."""
+"""Evaluation: exact counts, frozen statistics, the input scaling of the run, and one message for each problem."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def config_of(folder: Path, root: Path, *settings: str) -> Config:
 
 @pytest.fixture(scope="module")
 def run_dir(tiny_set, tmp_path_factory) -> Path:
-    """A run of two steps."""
+    """Return the folder of a run of two steps."""
     folder = tmp_path_factory.mktemp("run")
     assert pretrain(config_of(folder, tiny_set, "--run_dir", str(folder), "--max_steps", "2"), StopRequest()) == 0
     return folder
@@ -50,12 +50,13 @@ def run_dir(tiny_set, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(tiny_set, tmp_path) -> Place:
+    """Return the place of an evaluation: the tiny config, one rank, and the CPU."""
     return Place(config_of(tmp_path, tiny_set), Ranks(), CPU)
 
 
 @pytest.fixture
 def model(place) -> EncoderNetwork:
-    """With running statistics that are not those of a new one."""
+    """Return an encoder whose running statistics differ from the initial ones."""
     model = build_encoder_network(place.config)
     model(torch.randint(0, 256, (32, 3, 32, 32), dtype=torch.uint8))
     return model
@@ -68,8 +69,8 @@ def statistics(model: EncoderNetwork) -> dict[str, torch.Tensor]:
 # --- features ---
 
 
-def test_pixels_are_the_centre_crops_in_the_order_of_the_index(place, tiny_set):
-    """(resize 32, crop 32 of pictures of 36 x 40), labels with them."""
+def test_pixels_are_centre_crops_in_the_order_of_the_index(place, tiny_set):
+    """The images of 36 x 40 px are resized to 32 px and cropped to 32 px. The labels have the same order."""
     got = extract(raw_pixels, open_split("val", place), place)
     files = sorted((tiny_set / "val").glob("*/*"), key=lambda f: (f.parent.name, f.name))
     assert got.x.shape == (len(files), 3 * 32 * 32)
@@ -80,7 +81,7 @@ def test_pixels_are_the_centre_crops_in_the_order_of_the_index(place, tiny_set):
         assert (255 * x.view(3, 32, 32) - F.pil_to_tensor(small)).abs().mean() < 1
 
 
-def test_features_are_the_encoders_and_leave_its_statistics(model, place):
+def test_features_are_the_output_of_the_encoder_whose_statistics_do_not_change(model, place):
     before = statistics(model)
     assert model.training
     got = extract(trained_encoder(model), open_split("val", place), place)
@@ -93,7 +94,7 @@ def test_features_are_the_encoders_and_leave_its_statistics(model, place):
     torch.testing.assert_close(got.x, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_batch_size_changes_no_feature(model, place):
+def test_the_batch_size_changes_no_feature(model, place):
     encode = trained_encoder(model)
     small = replace(place, config=replace(place.config, evaluate=replace(place.config.evaluate, images_per_batch=5)))
     torch.testing.assert_close(
@@ -104,8 +105,8 @@ def test_batch_size_changes_no_feature(model, place):
     )
 
 
-def test_untrained_encoder_estimates_its_statistics_first(model, place):
-    """The first BatchNorm's mean is that of its inputs over the training images, each counted once."""
+def test_an_untrained_encoder_estimates_its_statistics_first(model, place):
+    """The mean of the first BatchNorm is that of its inputs over all training images."""
     first: nn.BatchNorm2d = next(m for m in model.encoder.modules() if isinstance(m, nn.BatchNorm2d))
     inputs: list[torch.Tensor] = []
     hook = first.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
@@ -120,7 +121,7 @@ def test_untrained_encoder_estimates_its_statistics_first(model, place):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_images_that_cannot_be_read_are_skipped_and_not_replaced(tiny_set, tmp_path):
+def test_unusable_images_are_skipped_and_not_replaced(tiny_set, tmp_path):
     root = tmp_path / "set"
     shutil.copytree(tiny_set, root)
     place = Place(config_of(tmp_path, root), Ranks(), CPU)
@@ -136,7 +137,7 @@ def test_images_that_cannot_be_read_are_skipped_and_not_replaced(tiny_set, tmp_p
 
 
 def relabelled(monkeypatch, change) -> None:
-    """The index that is opened has other labels."""
+    """Change the labels of the index that the evaluation opens."""
 
     def opened(data: DataConfig, split: str, **options: bool) -> Index:
         index = open_images(data, split, **options)
@@ -160,6 +161,7 @@ def test_images_without_a_label_do_not_count(place, monkeypatch):
 
 
 def rank_features(folder: Path, root: Path) -> None:
+    """Extract the features on this rank and save them."""
     ranks = find_ranks()
     store = dist.FileStore(f"{folder}/store", ranks.world_size)
     dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
@@ -170,8 +172,8 @@ def rank_features(folder: Path, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_features_of_one(tiny_set, tmp_path):
-    """An unreadable image among them, so that the ranks hold different counts."""
+def test_two_ranks_have_the_same_features_as_one(tiny_set, tmp_path):
+    """One image is unusable, so that the ranks hold different numbers of images."""
     root = tmp_path / "set"
     shutil.copytree(tiny_set, root)
     place = Place(config_of(tmp_path, root), Ranks(), CPU)
@@ -197,7 +199,7 @@ def test_more_ranks_than_images_are_refused(place, monkeypatch):
 # --- a whole evaluation ---
 
 
-def test_results_are_complete_and_on_disk(run_dir, tiny_set, capsys):
+def test_results_are_complete_and_written_to_the_run_folder(run_dir, tiny_set, capsys):
     before = {file: file.read_bytes() for file in (run_dir / "checkpoints").iterdir()}
     results = run_evaluation(run_dir, "last", [], BOTH)
     assert json.loads(capsys.readouterr().out) == results
@@ -226,7 +228,7 @@ def test_results_are_complete_and_on_disk(run_dir, tiny_set, capsys):
         assert {key: results[measure][key] for key in about} == about
         assert 0 <= results[measure]["top1"] <= 100
     assert results["linear"]["settings"]["evaluate.probe_epochs"] == 5
-    assert results["linear"]["top5"] == 100  # of two classes
+    assert results["linear"]["top5"] == 100  # there are only two classes
     assert before == {file: file.read_bytes() for file in (run_dir / "checkpoints").iterdir()}
     again = run_evaluation(run_dir, "2", [], BOTH)
     assert without_time(again) == without_time(results)
@@ -236,8 +238,8 @@ def without_time(results):
     return {measure: {**result, "time": ""} for measure, result in results.items()}
 
 
-def test_the_checkpoint_and_the_untrained_encoder_are_told_apart(run_dir, tiny_set, tmp_path):
-    """Weights of the file are what is measured; random and pixels need no file, and have names of their own."""
+def test_a_checkpoint_the_untrained_encoder_and_pixels_have_separate_results(run_dir, tiny_set, tmp_path):
+    """Random weights and pixels need no checkpoint."""
     model = build_encoder_projector(load_config(run_dir / "config.yaml", []), Ranks())
     state = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")["model"]
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, state[name])]
@@ -250,24 +252,24 @@ def test_the_checkpoint_and_the_untrained_encoder_are_told_apart(run_dir, tiny_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["last", "random"])
-def test_batch_norm_of_single_views_is_plain_in_evaluation(run_dir, place, which):
-    """A run with BatchNorm per view has the features of the same weights with a joint one."""
+def test_batch_norm_per_view_equals_joint_batch_norm_in_evaluation(run_dir, place, which):
+    """The same weights give the same features in both forms."""
     found = []
     for form in ("joint", "per_view"):
-        words = ["--model.encoder_batch_norm", form, "--model.projector_batch_norm", form]
-        evaluator = Evaluator(run_dir, words, Ranks())
+        settings = ["--model.encoder_batch_norm", form, "--model.projector_batch_norm", form]
+        evaluator = Evaluator(run_dir, settings, Ranks())
         encode, _ = evaluator.encoder(which)
         found.append(extract(encode, open_split("val", place), place).x)
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("setting", [("--views.mean", "[0.5, 0.5, 0.5]"), ("--views.std", "[0.2, 0.2, 0.2]")])
-def test_another_scaling_than_in_training_is_refused(run_dir, setting):
+def test_another_input_scaling_than_in_training_is_refused(run_dir, setting):
     with pytest.raises(InputError, match=f"{setting[0][2:]} is .* was trained with"):
         run_evaluation(run_dir, "last", setting, BOTH)
 
 
-def test_what_is_missing_is_named(run_dir, tmp_path):
+def test_missing_checkpoints_runs_and_splits_are_named(run_dir, tmp_path):
     for which, message in (
         ("7", "has no checkpoint of step 7; it has steps: 2"),
         (str(tmp_path / "none.pt"), "the checkpoint .*none.pt does not exist"),
@@ -309,8 +311,8 @@ def test_features_that_are_not_finite_are_refused(place):
         extract(encode, open_split("val", place), place)
 
 
-def test_features_are_float32_unless_told_otherwise(place, model, tiny_set, tmp_path):
-    """Whatever the run trains in; on a GPU torch's default for convolutions would be TF32."""
+def test_features_are_float32_unless_evaluate_precision_is_set(place, model, tiny_set, tmp_path):
+    """The precision of the training does not matter. On a GPU torch's default for convolutions would be TF32."""
     seen = []
 
     def encode(pixels):
@@ -318,7 +320,7 @@ def test_features_are_float32_unless_told_otherwise(place, model, tiny_set, tmp_
         seen.append((x.dtype, torch.backends.cudnn.conv.fp32_precision))
         return x
 
-    for words, dtype in ((["--precision", "bf16"], torch.float32), (["--evaluate.precision", "bf16"], torch.bfloat16)):
-        other = replace(place, config=config_of(tmp_path, tiny_set, *words))
+    for setting, dtype in (("--precision", torch.float32), ("--evaluate.precision", torch.bfloat16)):
+        other = replace(place, config=config_of(tmp_path, tiny_set, setting, "bf16"))
         extract(encode, open_split("val", other), other)
         assert seen.pop() == (dtype, "ieee")

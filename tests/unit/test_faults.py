@@ -24,7 +24,7 @@ def code(
     return int(fault_code(ok.view(D, -1).all(1), torch.tensor(loss), gradients, codes))
 
 
-def test_no_fault_is_0() -> None:
+def test_the_code_without_a_fault_is_0() -> None:
     assert code() == code(1) == 0
 
 
@@ -48,7 +48,7 @@ def test_each_code_describes_its_fault(rank: int) -> None:
 
 
 def test_the_largest_code_is_the_first_cause() -> None:
-    """Of a rank and over ranks: slices by rank and view, then losses by rank, then gradients."""
+    """The order is the same on a rank and over ranks: slices by rank and view, losses by rank, then gradients."""
     broken = [torch.tensor([math.nan])]
     order = [code(0, (0, 11)), code(0, (5,)), code(0, (11,), loss=math.nan), code(1, (0,), gradients=broken), code(1, (8,)),
              code(0, loss=math.nan, gradients=broken), code(1, loss=math.nan), code(1, gradients=broken)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Files are written atomically, and errors name the file."""
 
 import errno
 import os
@@ -24,8 +24,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a crash of the machine could leave an empty file under the name."""
+def test_a_file_is_synced_to_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a crash of the machine could leave an empty file with that name."""
     order: list[str] = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
@@ -35,7 +35,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "c").stat().st_mode & 0o777 == 0o644
 
 
-def test_it_is_not_there_before_it_is_complete(tmp_path: Path) -> None:
+def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     with atomic_write(tmp_path / "b") as file:
         file.write(b"data")
         file.flush()
@@ -53,8 +53,8 @@ def test_an_error_of_a_file_names_it_and_says_what_to_do(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=r"a\.txt") as caught:
         write_text(tmp_path / "a.txt", "text")
-    said = describe_os_error(caught.value, needed=3 << 20)
-    assert str(tmp_path / "a.txt") in said
-    assert os.strerror(number) in said
-    assert ("3.0 MiB are needed" in said) == (number in (errno.ENOSPC, errno.EDQUOT))
-    assert said.endswith(os.strerror(number)) == (number == errno.EIO)  # nothing can be done about that
+    message = describe_os_error(caught.value, needed=3 << 20)
+    assert str(tmp_path / "a.txt") in message
+    assert os.strerror(number) in message
+    assert ("3.0 MiB are needed" in message) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert message.endswith(os.strerror(number)) == (number == errno.EIO)  # there is no advice for that

@@ -37,23 +37,23 @@ POLL = 0.02
 
 @pytest.fixture(scope="module")
 def finished(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps, a checkpoint each."""
+    """Return the folder of a run of three steps with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "tiny.yaml").write_text(TINY)
-    words = ["--data.root", str(tiny_set), "--run_dir", str(folder / "run"), "--max_steps", "3"]
-    words += ["--checkpoint.every_steps", "1", "--log.tensorboard", "true"]
-    assert pretrain(load_config(folder / "tiny.yaml", words), StopRequest()) == 0
+    settings = ["--data.root", str(tiny_set), "--run_dir", str(folder / "run"), "--max_steps", "3"]
+    settings += ["--checkpoint.every_steps", "1", "--log.tensorboard", "true"]
+    assert pretrain(load_config(folder / "tiny.yaml", settings), StopRequest()) == 0
     return folder / "run"
 
 
 @pytest.fixture
 def run_dir(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
+    """Return a copy of that run, which the test may change."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def results(run_dir: Path) -> dict[str, Any]:
-    """By file name; without the time, which differs from one measurement to the next."""
+    """Return the results by file name, without the time, which differs between equal measurements."""
     found = {path.name: json.loads(path.read_text()) for path in (run_dir / "eval").glob("*.json")}
     return {name: {key: value for key, value in result.items() if key != "time"} for name, result in found.items()}
 
@@ -65,7 +65,7 @@ def write_state(run_dir: Path, status: str, age: float = 0.0, **more: Any) -> No
 
 
 def loaded_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of the checkpoints that are loaded from now on."""
+    """Return a list to which each loaded checkpoint adds its step."""
     steps: list[int] = []
 
     def load(path: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def loaded_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_every_checkpoint_is_measured_once_and_oldest_first(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same figures as one by one; indices are opened once for all."""
+    """The figures equal those of single evaluations. Each index is opened once."""
     steps, splits = loaded_steps(monkeypatch), []
 
     def opened(data: DataConfig, split: str, **options: bool) -> object:
@@ -111,14 +111,14 @@ def test_curves_are_written_next_to_those_of_the_training(run_dir: Path) -> None
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_without_tensorboard_none_is_written(run_dir: Path) -> None:
+def test_without_tensorboard_no_events_are_written(run_dir: Path) -> None:
     follow_run(run_dir, ["--log.tensorboard", "false"], ("knn",), POLL)
     assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
     assert not (run_dir / "tensorboard" / "eval").exists()
 
 
-def test_a_second_start_measures_what_is_missing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was ended between two results, and a result that a full disk tore."""
+def test_a_second_start_measures_the_missing_results(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start was killed between two results, and a full disk truncated a result."""
     follow_run(run_dir, [], BOTH, POLL)
     whole = results(run_dir)
     (run_dir / "eval" / "knn_2.json").rename(run_dir / "eval" / ".knn_2.json.a1b2c3")
@@ -187,7 +187,7 @@ def test_results_of_other_settings_are_kept_separately(run_dir: Path) -> None:
 
 
 def test_a_checkpoint_that_becomes_complete_is_measured(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut off at the first looks, as a network file system may show it; and one written again after it was given up."""
+    """The file is truncated at first, as on a slow network file system, and complete after the last try."""
     path = checkpoint_path(run_dir / "checkpoints", 2)
     good, looks = path.read_bytes(), []
     path.write_bytes(good[:1000])
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_skipped(
 
 
 def test_it_waits_for_the_run_and_measures_each_new_checkpoint(run_dir: Path, tmp_path: Path) -> None:
-    """Started before the run: no folder, then a queued run, settings, one checkpoint after the other, and the end."""
+    """It starts before the run: the folder appears, then a queued run, settings, several checkpoints, and the end."""
     later = tmp_path / "later"
 
     def wait_for(name: str) -> None:
@@ -249,7 +249,7 @@ def test_it_waits_for_the_run_and_measures_each_new_checkpoint(run_dir: Path, tm
     assert set(results(later)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
 
 
-def test_settings_that_do_not_fit_the_run_end_it(run_dir: Path) -> None:
+def test_settings_that_contradict_the_run_are_refused(run_dir: Path) -> None:
     with pytest.raises(InputError, match=r"views\.mean is .* was trained with"):
         follow_run(run_dir, ["--views.mean", "[0.5, 0.5, 0.5]"], ("knn",), POLL)
 
@@ -267,14 +267,14 @@ def test_several_ranks_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatc
         follow_run(run_dir, [], BOTH, POLL)
 
 
-# --- when a run is over ---
+# --- end of a run ---
 
 Slurm = Callable[[str | None], None]
 
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """What SLURM says of job 5; None: nothing."""
+    """Return a function that sets the state of job 5 in SLURM; None: SLURM does not know the job."""
 
     def says(state: str | None) -> None:
         known = {"5": Job(state, "", "")} if state else {}
@@ -291,7 +291,7 @@ def test_a_final_status_ends_it(status: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("job_state", "over"), [("PENDING", False), ("COMPLETING", False), ("FAILED", True)])
-def test_a_run_that_failed_by_the_loss_of_a_node_is_over_only_if_its_job_is(
+def test_a_run_that_lost_a_node_is_over_only_if_its_job_is(
     job_state: str, over: bool, tmp_path: Path, slurm: Slurm
 ) -> None:
     slurm(job_state)
@@ -305,7 +305,7 @@ def test_only_one_evaluator_follows_a_run(run_dir: Path) -> None:
         follow_run(run_dir, [], BOTH, POLL)
 
 
-def test_a_run_that_fails_before_its_settings_are_written_ends_it(
+def test_a_run_that_fails_before_it_writes_its_settings_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_state(tmp_path, "failed")
@@ -339,7 +339,7 @@ def test_a_missing_heartbeat_ends_it_unless_the_job_is_active(
 def test_a_run_in_the_queue_has_no_heartbeat(
     status: str, tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its silence counts from the evaluator's own start, and only where its job has gone."""
+    """Its time without a heartbeat counts from the start of the evaluator, and only if its job has gone."""
     write_state(tmp_path, status, age=1e6)
     (tmp_path / "launch.json").write_text('{"job_id": "5"}')
     watch = RunWatch(tmp_path)
@@ -349,7 +349,7 @@ def test_a_run_in_the_queue_has_no_heartbeat(
     monkeypatch.setattr(follow.time, "time", lambda: now + 1900)
     assert watch.why_over() is None
     slurm("CANCELLED")
-    assert watch.why_over() is None  # seen waiting just now
+    assert watch.why_over() is None  # the job was waiting at the last look
     monkeypatch.setattr(follow.time, "time", lambda: now + 3800)
     assert "has written no heartbeat" in str(watch.why_over())
 
@@ -364,13 +364,15 @@ def test_a_run_that_was_never_started_is_waited_for(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--follow", "x", "--checkpoint", "last"], "--checkpoint only applies to --run_dir: remove it"),
         (["--follow", "x", "--poll_seconds", "0"], "--poll_seconds is 0: give a number above 0"),
         (["--run_dir", "x", "--poll_seconds", "5"], "--poll_seconds only applies to --follow: give --follow DIR"),
     ],
 )
-def test_contradicting_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", *words]) == 2
+def test_contradicting_options_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_a_micro_batch_holds_whole_slices() -> None:
 
 
 @pytest.mark.parametrize(("available", "used"), [(1, 1), (16, 16), (24, 16), (40, 32), (63, 32), (64, 64), (7, 4)])
-def test_as_many_ranks_are_used_as_can_share_the_step(available: int, used: int) -> None:
+def test_the_largest_number_of_ranks_that_can_share_a_step_is_used(available: int, used: int) -> None:
     config = config_of(4096, images_per_micro_batch=256)
     assert usable_ranks(config, available) == used
     check_ranks(config, used)
@@ -57,7 +57,7 @@ def test_batch_norm_uses_a_micro_batch_of_one_rank_or_of_all() -> None:
 
 
 def test_micro_batches_under_cuda_graphs_are_refused() -> None:
-    """A replay writes over the gradients of the micro-batch before it, which live in the graph's memory."""
+    """A replay overwrites the gradients of the previous micro-batch, which are in the memory of the graph."""
     graphs = replace(config_of(4096, images_per_micro_batch=256), cuda_graphs=True)
     assert micro_batches(graphs, 256) == 1
     with pytest.raises(InputError, match="are divided into 2 micro-batches"):

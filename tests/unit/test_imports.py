@@ -1,4 +1,4 @@
-"""One way, no back-references: who may import whom."""
+"""Imports between packages go one way, and light commands load no heavy packages."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def loaded_by(module: str) -> set[str]:
-    """Modules of ours in a fresh process that imported `module`."""
+    """Return the modules of this project that importing `module` loads in a new process."""
     ours = "[m for m in sys.modules if m.partition('.')[0] in ('trainer', 'kernels')]"
     program = f"import {module}, os, sys; print(*{ours}, flush=True); os._exit(0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -20,7 +20,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 def written_imports(file: Path) -> set[str]:
-    """Every module that a file names in an import, inside functions too."""
+    """Return every module that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -41,14 +41,14 @@ def test_evaluation_needs_neither_loop_nor_step_nor_loss():
 
 
 @pytest.mark.slow
-def test_kernels_know_nothing_of_the_trainer():
+def test_kernels_import_nothing_of_the_trainer():
     for file in (ROOT / "kernels").rglob("*.py"):
         assert not [name for name in written_imports(file) if name.partition(".")[0] == "trainer"], file
     assert not [m for m in loaded_by("kernels.whitening") if m.partition(".")[0] == "trainer"]
 
 
 @pytest.mark.slow
-def test_the_loss_is_measured_where_torch_and_rich_are_all_there_is():
+def test_benchmarks_of_the_loss_need_only_torch_and_rich():
     loaded = loaded_by("trainer.bench.loss, trainer.bench.whitening")
     assert "trainer.bench.shapes" in loaded
     assert not loaded & {"trainer.setup", "trainer.models.networks", "trainer.data.loader", "trainer.config.loading"}
@@ -56,7 +56,7 @@ def test_the_loss_is_measured_where_torch_and_rich_are_all_there_is():
 
 WITHOUT_EXTRAS = """
 import importlib, sys
-import timm  # whose own dependencies are its own
+import timm  # before the packages below are refused, because timm may import some of them
 
 REFUSED = ("nvidia.dali", "jsonargparse", "yaml", "rich", "tensorboard", "submitit")
 for name in [name for name in sys.modules if name.partition(".")[0] in REFUSED]:
@@ -84,8 +84,8 @@ print(int(result.skipped), result.loss.item() > 0)
 
 
 @pytest.mark.slow
-def test_a_step_is_built_and_made_where_only_torch_and_timm_are():
-    """A machine with a GPU may have no DALI and none of the command line's packages."""
+def test_a_step_needs_only_torch_and_timm():
+    """A machine with a GPU may lack DALI and the packages of the command line."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["0", "True"], done.stderr[-2000:]
 
@@ -105,7 +105,7 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.bench.loss",
         "trainer.bench.whitening",
     }
-    allowed = {"cli.py", "__main__.py", "task.py"}  # the last is what SLURM starts
+    allowed = {"cli.py", "__main__.py", "task.py"}  # SLURM starts task.py
     for file in (ROOT / "trainer").rglob("*.py"):
         if file.name not in allowed:
             assert not written_imports(file) & {*commands, "trainer.cli"}, file
@@ -126,8 +126,8 @@ def test_runs_are_launched_and_stopped_without_loading_torch():
     assert done.stdout.strip() == "set()"
 
 
-def test_an_installed_package_holds_every_module_the_recipes_and_the_demo() -> None:
-    """A folder that is missing in pyproject.toml works in a checkout and is missing after an installation."""
+def test_pyproject_lists_every_package_the_recipes_and_the_demo() -> None:
+    """A folder that pyproject.toml does not list works in a checkout, but is missing after an installation."""
     text = (ROOT / "pyproject.toml").read_text()
     listed = set(
         re.findall(r'"([\w.]+)"', text[text.index("packages = [") : text.index("[tool.setuptools.package-dir]")])

@@ -1,4 +1,4 @@
-"""SLURM's answers, as 22.05 gives them: programs of these names on the PATH print them here."""
+"""Jobs as squeue and sacct report them. Scripts of these names print answers in the format of SLURM 22.05."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from trainer.cluster.jobs import ACTIVE, Job, find_jobs
 
 
 class Programs:
-    """squeue and sacct that write down how they were called."""
+    """Scripts in place of SLURM's programs that record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class Programs:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """A SLURM that knows no job, ahead of a real one."""
+    """Put a SLURM that knows no job on the PATH, before a real one."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(jobs, "_said", set())
     programs = Programs(tmp_path)
@@ -51,9 +51,10 @@ def test_squeue_reports_jobs_and_tasks_of_arrays(slurm: Programs) -> None:
         "54": Job("PENDING", "Resources", "2026-11-28T16:00:00"),
         "55": Job("FAILED", "", "2026-11-28T15:00:00"),
     }
-    (call,) = slurm.calls("squeue")  # one for all
+    (call,) = slurm.calls("squeue")  # one call for all jobs
     assert "--jobs=52_0,52_1,54,55" in call
-    assert {"--states=all", "-r"} <= set(call.split())  # else without finished jobs, and one line for all waiting tasks
+    # without these options finished jobs are missing, and all waiting tasks of an array share one line
+    assert {"--states=all", "-r"} <= set(call.split())
     assert slurm.calls("sacct") == []
 
 
@@ -81,7 +82,7 @@ def test_a_controller_that_hangs_or_fails_is_logged_once(
     monkeypatch.setattr(jobs, "_SECONDS", 0.2)
     slurm.add("squeue", "exec sleep 5")
     slurm.add("sacct", "exit 1")
-    unknown = {"5": Job("UNKNOWN", "", "")}  # and not forgotten: the job may well run
+    unknown = {"5": Job("UNKNOWN", "", "")}  # the job may still run
     assert find_jobs(["5"]) == find_jobs(["5"]) == unknown
     assert unknown["5"].is_active
     assert caplog.text.count("squeue does not answer") == 1
@@ -100,7 +101,7 @@ def test_without_slurm_no_job_is_found_and_nothing_logged(
 
 
 def test_words_that_are_not_ids_are_never_passed_to_slurm(slurm: Programs) -> None:
-    """One of them would make squeue refuse all, and an option of its own would be obeyed."""
+    """Such a word could be an option of squeue, or make squeue refuse all ids."""
     slurm.add("squeue", "echo '7|RUNNING|N/A|None'")
     assert list(find_jobs(["7", "local", "--clusters=x", "7 8", ""])) == ["7"]
     assert slurm.calls("squeue")[0].endswith("--jobs=7")

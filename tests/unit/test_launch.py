@@ -1,4 +1,4 @@
-"""wmse launch: what is checked before anything starts, and the batch script. (Real jobs: tests/slurm.)"""
+"""wmse launch: the checks before a submission, and the batch script. tests/slurm tests real jobs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Launch = Callable[..., int]
 
 @pytest.fixture
 def launch(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Launch:
-    """`wmse launch` for SLURM with --dry_run, settings of the tiny run and more words."""
+    """Return a function that runs `wmse launch` with the tiny config; by default for SLURM with --dry_run."""
 
-    def call(*words: str, cluster: str = "slurm", dry_run: bool = True) -> int:
-        own = ["--config", str(tiny_config), "--cluster", cluster, "--data.root", str(tiny_set)]
+    def call(*arguments: str, cluster: str = "slurm", dry_run: bool = True) -> int:
+        common = ["--config", str(tiny_config), "--cluster", cluster, "--data.root", str(tiny_set)]
         end = ["--dry_run"] if dry_run else []
-        return main(["launch", *own, "--run_dir", str(tmp_path / "runs" / "a"), *words, *end])
+        return main(["launch", *common, "--run_dir", str(tmp_path / "runs" / "a"), *arguments, *end])
 
     return call
 
@@ -59,8 +59,7 @@ def test_the_batch_script_has_the_given_options(launch: Launch, capsys: pytest.C
 def test_a_range_of_nodes_keeps_the_batch_and_reports_changes(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--data.images_per_step", "48", "--nodes", "1-3", "--ranks_per_node", "1")
-    assert launch(*words) == 0
+    assert launch("--data.images_per_step", "48", "--nodes", "1-3", "--ranks_per_node", "1") == 0
     out = capsys.readouterr().out
     assert "1 node(s): 1 ranks, 48 images each in 3 micro-batch(es) of 16, BatchNorm statistics of 16 images" in out
     assert (
@@ -82,7 +81,9 @@ def test_an_array_has_a_folder_for_each_value(
     assert f"--output={tmp_path}/runs/a/slurm/%A_%a_0_log.out" in out
 
 
-def test_the_batch_script_and_the_plain_scripts_end_alike(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_script_and_the_plain_scripts_have_the_same_end(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert launch() == 0
     end = capsys.readouterr().out.partition("code=$?\n")[2].strip()
     for name in ("pretrain", "evaluate"):
@@ -100,7 +101,7 @@ def test_the_batch_script_and_the_plain_scripts_end_alike(launch: Launch, capsys
 def test_only_a_preempted_job_is_requeued_and_of_an_array_only_the_task(
     code: int, variables: dict[str, str], requeued: str, tmp_path: Path
 ) -> None:
-    """The plain script, with programs in the place of SLURM's. The id of an array's last task is that of the whole array."""
+    """This runs the plain script with stand-ins for SLURM's programs. The last task of an array has the array's id."""
     for name, line in (("srun", f"exit {code}"), ("scontrol", f"echo $@ >> {tmp_path}/calls"), ("sleep", "exit 0")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
@@ -120,7 +121,7 @@ def test_configs_of_one_name_do_not_share_a_folder(
     assert "two values would share a run folder" in capsys.readouterr().err
 
 
-def test_an_array_over_configs(
+def test_an_array_over_configs_has_a_folder_for_each_config(
     launch: Launch, capsys: pytest.CaptureFixture[str], tiny_config: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.yaml"
@@ -130,7 +131,7 @@ def test_an_array_over_configs(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--nodes", "3"], "16, which cannot be divided evenly among 3 ranks"),
         (["--nodes", "x"], "--nodes is 'x'"),
@@ -151,40 +152,39 @@ def test_an_array_over_configs(
     ],
 )
 def test_a_run_that_cannot_train_is_refused_before_submission(
-    words: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert launch(*words) == 2
+    assert launch(*arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert "#SBATCH" not in captured.out
     assert not (tmp_path / "runs").exists()
 
 
-def test_data_on_the_nodes_are_not_opened_here(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--data.root", "/local/set", "--data_on_nodes", "--data.expected_images", "480")
-    assert launch(*words) == 0
+def test_data_on_the_nodes_are_not_opened_on_this_machine(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("--data.root", "/local/set", "--data_on_nodes", "--data.expected_images", "480") == 0
     assert "images: 480 in /local/set" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--nodes", "2"], ["--partition", "low"], ["--site", "x.yaml"]])
+@pytest.mark.parametrize("arguments", [["--nodes", "2"], ["--partition", "low"], ["--site", "x.yaml"]])
 def test_options_of_a_cluster_are_refused_for_this_machine(
-    words: list[str], launch: Launch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(*words, cluster="local") == 2
+    assert launch(*arguments, cluster="local") == 2
     assert "this machine" in capsys.readouterr().err
 
 
 def test_later_edits_do_not_change_a_submitted_run(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By programs in the place of SLURM's: settings and code are copies, paths absolute, and what was submitted is noted."""
+    """Settings and code are copied, paths are absolute, and launch.json records the job. Scripts stand in for SLURM."""
     for name, line in (("srun", "true"), ("sbatch", f"echo $1 >> {tmp_path}/scripts; echo Submitted batch job 77")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    words = ("--run_dir", "runs/b", "--nodes", "1-3", "--data.images_per_step", "48", "--with_evaluator")
-    assert launch(*words, dry_run=False) == 0
+    options = ("--run_dir", "runs/b", "--nodes", "1-3", "--data.images_per_step", "48", "--with_evaluator")
+    assert launch(*options, dry_run=False) == 0
     assert (
         f"submitted job 77: {tmp_path}/runs/b\nsubmitted job 77: the evaluator of this run" in capsys.readouterr().out
     )
@@ -200,7 +200,7 @@ def test_later_edits_do_not_change_a_submitted_run(
     assert len((tmp_path / "scripts").read_text().splitlines()) == 2
 
 
-def test_a_mistake_for_the_evaluator_changes_nothing(
+def test_a_wrong_option_for_the_evaluator_changes_nothing(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "site.yaml").write_text("evaluator: {partitoin: x}\n")
@@ -220,7 +220,7 @@ def test_an_impossible_run_folder_is_refused(
     assert "run_dir is" in (text := capsys.readouterr().err) or "cannot create the run folder" in text
 
 
-def test_a_run_that_runs_or_has_other_settings_is_refused_at_once(
+def test_a_running_run_or_one_with_other_settings_is_refused(
     launch: Launch, tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "runs" / "a"
@@ -236,15 +236,15 @@ def test_a_run_that_runs_or_has_other_settings_is_refused_at_once(
     assert f"is in use by process {os.getpid()} on {socket.gethostname()}: end it" in capsys.readouterr().err
 
 
-def test_a_micro_batch_of_fewer_nodes_holds_a_slice(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the most nodes a rank holds half a slice, and neighbours whiten together; on one node that can't be."""
+def test_micro_batches_on_fewer_nodes_hold_whole_slices(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two nodes a rank holds half a slice, and two ranks whiten together. On one node that is impossible."""
     assert launch("--nodes", "1-2", "--ranks_per_node", "1") == 0
     out = capsys.readouterr().out
     assert "1 node(s): 1 ranks, 16 images each in 1 micro-batch(es) of 16" in out
     assert "2 node(s): 2 ranks, 8 images each in 1 micro-batch(es) of 8" in out
 
 
-def test_the_dry_run_shows_the_evaluators_script_too(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_also_shows_the_script_of_the_evaluator(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("--with_evaluator") == 0
     out = capsys.readouterr().out
     assert out.count("#!/bin/bash") == 2
@@ -275,7 +275,7 @@ def test_a_finished_run_can_be_launched_although_slurm_does_not_answer(
     assert launch() == 0
 
 
-def test_a_launch_that_cannot_write_everything_leaves_no_code_and_no_run_marked_as_queued(
+def test_a_launch_that_fails_half_way_leaves_no_code_and_no_run_marked_as_queued(
     launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full when the second of two runs is marked; the first had a state before."""
@@ -296,7 +296,7 @@ def test_a_launch_that_cannot_write_everything_leaves_no_code_and_no_run_marked_
     assert list((runs / "code").iterdir()) == []
 
 
-def test_without_slurm_nothing_is_submitted_and_no_run_claims_to_be_queued(
+def test_without_slurm_nothing_is_submitted_and_no_state_is_written(
     launch: Launch, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

@@ -1,4 +1,4 @@
-"""The linear probe: schedule, what it can learn, standardised features."""
+"""Linear probe: schedule, accuracy, and standardised features."""
 
 from dataclasses import replace
 
@@ -14,14 +14,14 @@ CONFIG = EvaluateConfig(probe_epochs=100, probe_batch_size=10)
 
 
 def split(num_classes: int, seed: int, scale: float = 10.0, per_class: int = 30) -> Features:
-    """Classes around the corners of a simplex, well apart."""
+    """Return features of well separated classes, around the corners of a simplex."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(num_classes).repeat(per_class)
     x = torch.eye(num_classes)[labels] + 0.05 * torch.randn(len(labels), num_classes, generator=generator)
     return Features(x * scale, labels, [str(c) for c in range(num_classes)], 0)
 
 
-def test_the_rate_falls_exponentially_from_start_to_end():
+def test_the_learning_rate_falls_exponentially():
     config = EvaluateConfig()
     assert probe_rate(config, 0) == pytest.approx(1e-2)
     assert probe_rate(config, 499) == pytest.approx(1e-6)
@@ -32,26 +32,26 @@ def test_the_rate_falls_exponentially_from_start_to_end():
 
 @pytest.mark.parametrize("num_classes", [2, 4, 10])
 def test_separable_classes_are_learnt(num_classes):
-    """Also where there are fewer than five classes: top-5 is then 100."""
+    """With fewer than five classes, top-5 is 100."""
     accuracy = linear_probe(split(num_classes, 0), split(num_classes, 1), CONFIG, CPU, seed=0)
     assert accuracy == (100.0, 100.0)
 
 
-def test_top1_and_top5_count_the_labels_rank():
-    """Of eight images, the label of image i has the i-th largest logit."""
+def test_top1_and_top5_count_the_rank_of_the_label():
+    """The label of image i of eight has the i-th largest logit."""
     x = torch.stack([-torch.arange(8.0).roll(i) for i in range(8)])
     labels = (torch.arange(8) * 2) % 8  # the class at rank i of image i
     test = Features(x, labels, list("abcdefgh"), 0)
     assert _accuracy(test, torch.eye(8), torch.zeros(8)) == (100 / 8, 500 / 8)
 
 
-def test_accuracy_is_of_the_test_images():
+def test_the_accuracy_is_that_of_the_test_images():
     test = split(10, 1)
-    wrong = replace(test, labels=(test.labels + (torch.arange(300) < 60)) % 10)  # a fifth has another's label
+    wrong = replace(test, labels=(test.labels + (torch.arange(300) < 60)) % 10)  # a fifth has a wrong label
     assert linear_probe(split(10, 0), wrong, CONFIG, CPU, seed=0).top1 == pytest.approx(80)
 
 
-def test_the_seed_decides_and_nothing_else():
+def test_only_the_seed_decides_the_result():
     train, test = split(10, 0), split(10, 1, scale=0.2)
     short = replace(CONFIG, probe_epochs=2)
     torch.manual_seed(5)
@@ -60,22 +60,22 @@ def test_the_seed_decides_and_nothing_else():
     assert linear_probe(train, test, short, CPU, seed=3) == first
 
 
-def test_standardised_by_the_training_features():
+def test_features_are_standardised_by_the_training_features():
     generator = torch.Generator().manual_seed(0)
     train, test = (
         Features(torch.randn(200, 5, generator=generator) * 10.0 ** torch.arange(-6, 4, 2) + 3, torch.zeros(200), [], 2)
         for _ in range(2)
     )
     a, b = standardise(train, test)
-    torch.testing.assert_close(a.x[:, 1:].mean(0), torch.zeros(4), atol=5e-3, rtol=0)  # rounding of 1e-4 beside 3
+    torch.testing.assert_close(a.x[:, 1:].mean(0), torch.zeros(4), atol=5e-3, rtol=0)  # float32 rounds 3 + 1e-4 x
     torch.testing.assert_close(a.x[:, 1:].std(0), torch.ones(4), atol=1e-3, rtol=0)
     torch.testing.assert_close(b.x[:, 2:], ((test.x - train.x.mean(0)) / train.x.std(0))[:, 2:])
     assert b.skipped == 2
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-20, 0.1, 1234.5])
-def test_constant_features_become_0_whatever_their_value(value):
-    """Also where rounding makes them differ in the last digit, which divided by itself would be large."""
+def test_constant_features_of_any_value_become_0(value):
+    """This includes features that differ only by rounding, which standardising would make large."""
     x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
     x[:, 0] = value
     x[::2, 0] *= 1 + 1e-7

@@ -1,4 +1,4 @@
-"""When the loop saves. (The loop itself: tests/integration/test_run.py.)"""
+"""Times of checkpoints and limits of steps. tests/integration/test_run.py tests the loop itself."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer.loop import _SaveTimes, _StepLimits
 
 
 class Time:
-    """A clock that the test turns."""
+    """Clock that the test sets."""
 
     now = 100.0
 
@@ -23,20 +23,20 @@ class Time:
 
 
 @pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> Time:
-    """The loop's own clock: others in the process keep theirs."""
-    clock = Time()
-    monkeypatch.setattr("trainer.loop.time", SimpleNamespace(monotonic=clock))
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """Return the clock of the loop; the rest of the process keeps the real time."""
+    loop_clock = Time()
+    monkeypatch.setattr("trainer.loop.time", SimpleNamespace(monotonic=loop_clock))
+    return loop_clock
 
 
-def test_saves_by_minutes_are_asked_for_once(tiny_set: Path, tiny_config: Path, hand: Time) -> None:
-    """The wish is agreed two steps later: until then it is not repeated, and the time counts from the save on."""
+def test_a_save_by_minutes_is_requested_once(tiny_set: Path, tiny_config: Path, clock: Time) -> None:
+    """All ranks agree on it two steps later. Until then it is not repeated, and the time counts from the save."""
     run = run_of(tiny_set, tiny_config, "--checkpoint.every_minutes", "2")
     saves = _SaveTimes(run)
     found = []
     for seconds, saved in ((119, False), (1, False), (1, False), (1, True), (119, False), (1, False)):
-        hand.now += seconds
+        clock.now += seconds
         found.append(saves.minutes_due())
         if saved:
             saves.done()
@@ -44,14 +44,14 @@ def test_saves_by_minutes_are_asked_for_once(tiny_set: Path, tiny_config: Path, 
     never = _SaveTimes(
         replace(run, config=replace(run.config, checkpoint=replace(run.config.checkpoint, every_minutes=0)))
     )
-    hand.now += 1e6
+    clock.now += 1e6
     assert not never.minutes_due()
 
 
-def test_the_steps_in_which_some_rank_may_compile_have_a_longer_limit(
+def test_steps_in_which_a_rank_may_compile_have_a_longer_limit(
     tiny_set: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step at each size of the views, and the two after it: the host notices two steps late that others compile."""
+    """These are the first step at each size of the views and the next two, because the host lags two steps behind."""
     asked = []
     monkeypatch.setattr("trainer.loop.step_seconds", lambda *_, may_compile: asked.append(may_compile))
     limits = _StepLimits(run_of(tiny_set, tiny_config))
@@ -60,7 +60,7 @@ def test_the_steps_in_which_some_rank_may_compile_have_a_longer_limit(
     assert asked == 2 * [True, True, True, False]
 
 
-def test_the_watchdog_says_that_the_first_step_at_a_size_is_compiled(tiny_set: Path, tiny_config: Path) -> None:
+def test_the_watchdog_reports_compilation_in_the_first_step_at_a_size(tiny_set: Path, tiny_config: Path) -> None:
     run = run_of(tiny_set, tiny_config)
     limits = _StepLimits(replace(run, config=replace(run.config, compile="true")))
     said = []

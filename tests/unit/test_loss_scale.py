@@ -1,4 +1,4 @@
-"""The scale of an fp16 loss: halved by an overflow, doubled after so many steps without one."""
+"""Scale of an fp16 loss: an overflow halves it, and a number of steps without one doubles it."""
 
 import torch
 
@@ -7,7 +7,7 @@ from trainer.grad_scaler import FIRST_SCALE, SMALLEST_SCALE, STEPS_TO_GROW, Grad
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 
-def test_it_halves_and_grows() -> None:
+def test_the_scale_halves_and_grows() -> None:
     scale = GradScaler(torch.device("cpu"))
     scale.update(YES)
     assert scale.scale == FIRST_SCALE / 2
@@ -17,12 +17,12 @@ def test_it_halves_and_grows() -> None:
     scale.update(NO)
     assert scale.scale == FIRST_SCALE
     scale.update(NO)
-    assert (scale.scale, scale.good_steps) == (FIRST_SCALE, 1)  # it counts anew
+    assert (scale.scale, scale.good_steps) == (FIRST_SCALE, 1)  # the count starts again
     scale.update(YES)
     assert (scale.scale, scale.good_steps) == (FIRST_SCALE / 2, 0)
 
 
-def test_its_inverse_stays_finite() -> None:
+def test_the_inverse_of_the_scale_stays_finite() -> None:
     scale = GradScaler(torch.device("cpu"))
     for _ in range(200):
         scale.update(YES)
@@ -30,7 +30,7 @@ def test_its_inverse_stays_finite() -> None:
     assert (1 / scale.scale).isfinite()
 
 
-def test_gradients_are_divided_by_it() -> None:
+def test_gradients_are_divided_by_the_scale() -> None:
     scale = GradScaler(torch.device("cpu"))
     gradients = [torch.full((2,), FIRST_SCALE), torch.ones(())]
     scale.unscale(gradients)
@@ -38,11 +38,11 @@ def test_gradients_are_divided_by_it() -> None:
     assert gradients[1] == 1 / FIRST_SCALE
 
 
-def test_another_one_goes_on_from_its_state() -> None:
+def test_a_loaded_scaler_continues_from_the_state() -> None:
     one, other = (GradScaler(torch.device("cpu")) for _ in range(2))
     one.update(YES)
     one.update(NO)
     other.load(one.state())
     assert (other.scale, other.good_steps) == (FIRST_SCALE / 2, 1)
     other.update(YES)
-    assert one.scale == FIRST_SCALE / 2  # its own tensors
+    assert one.scale == FIRST_SCALE / 2  # the two share no tensor

@@ -1,4 +1,4 @@
-"""The estimate of a rank's memory, against what real forward passes keep."""
+"""Estimate of a rank's memory, compared with the tensors that real forward passes keep."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,8 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(("name", "copies"), [("adam", 4), ("lars", 3)])
-def test_memory_of_the_state(name: str, copies: int, tiny_config: Path) -> None:
-    """Weights, gradients and one or two moments, 4 bytes each; activations grow with the views' area."""
+def test_the_memory_of_weights_gradients_and_moments_is_exact(name: str, copies: int, tiny_config: Path) -> None:
+    """Weights, gradients and one or two moments have 4 bytes each. Activations grow with the area of the views."""
     config = load_config(tiny_config, ["--optimizer.name", name])
     weights = sum(p.numel() for p in EncoderProjector(config).parameters())
     memory = estimate_memory(config, 10, CPU)
@@ -27,8 +27,8 @@ def test_memory_of_the_state(name: str, copies: int, tiny_config: Path) -> None:
     assert 3.5 < estimate_memory(larger, 10, CPU).kept / memory.kept < 4.1
 
 
-def test_copies_of_the_weights_count_once_whatever_the_number_of_views(tiny_config: Path) -> None:
-    """Under bf16 autocast each weight but the last layer's is there a second time, in two bytes."""
+def test_copies_of_the_weights_count_once_for_any_number_of_views(tiny_config: Path) -> None:
+    """Under bf16 autocast each weight except the last layer's has a second copy of two bytes."""
     config = load_config(tiny_config, ["--precision", "bf16", "--views.size", "16", "--views.eval_resize", "16"])
     model = EncoderProjector(config)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "projector.last" not in name)
@@ -36,8 +36,8 @@ def test_copies_of_the_weights_count_once_whatever_the_number_of_views(tiny_conf
     assert 2 * some - twice == pytest.approx(2 * matrices, rel=0.05)
 
 
-def test_memory_is_what_an_eager_step_keeps(tiny_config: Path) -> None:
-    """Against the storages that a real forward keeps alive."""
+def test_the_memory_of_activations_is_what_an_eager_step_keeps(tiny_config: Path) -> None:
+    """The estimate is compared with the storages that a real forward pass keeps."""
     config = load_config(tiny_config, ["--precision", "bf16"])
     model, kept = EncoderProjector(config), {}
 
@@ -55,7 +55,7 @@ def test_memory_is_what_an_eager_step_keeps(tiny_config: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_step_under_a_budget_keeps_less_than_an_eager_one_over_ranks(tiny_config: Path) -> None:
-    """BatchNorm over ranks is plain tensor operations, which keep float32 copies when they run eagerly."""
+    """BatchNorm over ranks consists of plain tensor operations, which keep float32 copies if they are not compiled."""
     config = load_config(tiny_config, ["--precision", "bf16", "--model.batch_norm_ranks", "all"])
     local = replace(config, model=replace(config.model, batch_norm_ranks="local"))
     tight = replace(config, model=replace(config.model, activation_memory_budget=0.9))
@@ -69,7 +69,7 @@ def test_a_compiled_step_under_a_budget_keeps_less_than_an_eager_one_over_ranks(
 
 
 def memory_of(monkeypatch: pytest.MonkeyPatch, gib_a_view: float, with_budget: float) -> None:
-    """What a view keeps, plainly and under a budget of 0.9."""
+    """Replace the estimate by fixed sizes of a view's activations, without and with a budget of 0.9."""
 
     def estimate(config: Config, views: int, device: torch.device) -> Memory:
         gib = with_budget if config.model.activation_memory_budget == 0.9 else gib_a_view
@@ -79,7 +79,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, gib_a_view: float, with_budget: f
 
 
 @pytest.mark.parametrize(
-    ("gib_a_view", "with_budget", "settings", "said"),
+    ("gib_a_view", "with_budget", "settings", "expected"),
     [
         (0.01, 0.01, {}, "40 GB: yes; 80 GB: yes"),
         (0.04, 0.02, {}, "40 GB: no, but with model.activation_memory_budget 0.9; 80 GB: yes"),
@@ -95,15 +95,15 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, gib_a_view: float, with_budget: f
     ],
 )
 def test_the_settings_that_make_a_run_fit_a_card_are_named(
-    gib_a_view: float, with_budget: float, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    gib_a_view: float, with_budget: float, settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank of 4 views an image, slices of 256."""
+    """The run has one rank, 4 views of each image and slices of 256."""
     memory_of(monkeypatch, gib_a_view, with_budget)
     config = replace(Config(), compile=settings.get("compile", "auto"))
     config = replace(config, data=replace(config.data, images_per_step=settings.get("images", 256)))
-    assert said in memory_lines(config, 1)[-1]
+    assert expected in memory_lines(config, 1)[-1]
 
 
-def test_on_a_cpu_no_card_is_named(tiny_config: Path) -> None:
+def test_on_a_cpu_no_gpu_is_named(tiny_config: Path) -> None:
     (line,) = memory_lines(load_config(tiny_config, []), 1)
     assert "(eager)" in line

@@ -1,4 +1,4 @@
-"""What every method must keep, whichever it is."""
+"""Rules that every method keeps: skipped updates, resuming, no synchronization, and a loadable encoder."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,7 +45,7 @@ def pixels(seed: int) -> Tensor:
 
 
 def state_of(step: TrainStep) -> dict[str, Tensor]:
-    """Everything that a checkpoint holds of a step."""
+    """Return the weights, buffers and optimizer state of a step."""
     moments = {
         f"{number}.{name}": value
         for number, state in step.optimizer.state_dict()["state"].items()
@@ -61,7 +61,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[bool]:
 
 
 def spoil_gradients(step: TrainStep) -> None:
-    """Make the next gradient not finite, which skips the update whatever the method checks."""
+    """Make the next gradient not finite, so that the update of any method is skipped."""
     first = next(step.method.networks.parameters())
     handle = first.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
 
@@ -85,16 +85,16 @@ def test_a_resumed_run_equals_an_unbroken_one(method: str, tiny_set: Path, tiny_
     contents = []
     for name, ends in (("unbroken", [5]), ("resumed", [2, 5])):
         for end in ends:
-            words = ["--method", method, "--data.root", str(tiny_set), "--run_dir", str(tmp_path / name)]
-            assert pretrain(load_config(tiny_config, [*words, "--max_steps", str(end)]), StopRequest()) == 0
+            settings = ["--method", method, "--data.root", str(tiny_set), "--run_dir", str(tmp_path / name)]
+            assert pretrain(load_config(tiny_config, [*settings, "--max_steps", str(end)]), StopRequest()) == 0
         contents.append(load_checkpoint(tmp_path / name / "checkpoints" / "step_00000005.pt"))
     assert all(same(contents[0]["model"], contents[1]["model"]))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_reads_no_value_from_the_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device tensors have no values: whatever would wait for one, or copy one to the host, raises."""
-    monkeypatch.setattr(torch, "autocast", lambda *arguments, **keywords: nullcontext())  # it knows no such device
+    """Tensors on the meta device have no values, so that reading one on the host raises."""
+    monkeypatch.setattr(torch, "autocast", lambda *arguments, **keywords: nullcontext())  # does not support meta
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *arguments: False)
     nowhere = torch.device("meta")
     step = build_step(config_of(method), Ranks(), nowhere)
@@ -128,15 +128,14 @@ def test_settings_of_another_method_log_a_warning(tiny_config: Path) -> None:
     assert "wmse.slice_size 16 has no effect: method is simclr" in setting_warnings(config, 1, torch.device("cpu"))
 
 
-def test_the_slice_size_is_also_known_by_its_earlier_name(tiny_config: Path) -> None:
-    words = ["--loss.slice_size", "32", "--data.images_per_step", "32"]
-    assert load_config(tiny_config, words).wmse.slice_size == 32
+def test_the_earlier_name_of_the_slice_size_is_accepted(tiny_config: Path) -> None:
+    assert load_config(tiny_config, ["--loss.slice_size", "32", "--data.images_per_step", "32"]).wmse.slice_size == 32
     tiny_config.write_text(tiny_config.read_text().replace("wmse: {slice_size: 16}", "loss: {slice_size: 16}"))
     assert load_config(tiny_config, []).wmse.slice_size == 16
 
 
 class Averaged(Method):
-    """A method with everything that an update may change: a target network, a queue and a counter."""
+    """Method with all kinds of state that an update may change: a target network, a queue and a counter."""
 
     checks = ("the embeddings are too large",)
 
@@ -205,7 +204,7 @@ def test_metrics_and_checks_that_are_not_declared_are_refused(output: dict, mess
         step(pixels(0), 0, 0.1)
 
 
-def test_the_optimizer_leaves_out_what_needs_no_gradient() -> None:
+def test_the_optimizer_has_no_parameters_without_gradients() -> None:
     from trainer.optimizer import build_optimizer
 
     networks = Averaged().networks

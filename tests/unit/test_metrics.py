@@ -1,4 +1,4 @@
-"""What a run says of itself."""
+"""Metrics of a run: sums, rates, the log line, metrics.jsonl and TensorBoard."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def flags(*values: int) -> RankFlags:
 
 
 def line(step: int, loss: float = 1.0, **more: float) -> dict[str, Any]:
-    """A record as `DelayedMetrics.ready` hands it out."""
+    """Return a record like those of `DelayedMetrics.ready`."""
     known = Clock(16, 2, 10, step - 1, 40).line(step)
     rest = {"lr": 0.1, "memory_gib": 1.0, "memory_limit_gib": 8.0, "skipped_images": 1}
     metrics = {"loss": loss, "effective_rank": 3.0, "min_pivot": 0.5, "skipped_steps": 0.0}
@@ -58,7 +58,7 @@ def lines_in(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_effective_rank_is_k_for_white_and_1_on_a_line() -> None:
+def test_the_effective_rank_is_k_for_white_embeddings_and_1_on_a_line() -> None:
     white = torch.linalg.qr(torch.randn(64, 6, dtype=torch.float64) - 0)[0]
     white = white - white.mean(0)
     white = torch.linalg.qr(white)[0]
@@ -66,7 +66,7 @@ def test_effective_rank_is_k_for_white_and_1_on_a_line() -> None:
     assert effective_rank(torch.randn(64, 1) * torch.ones(1, 6), Ranks()).item() == pytest.approx(1)
 
 
-def test_skipped_steps_do_not_count_in_the_mean() -> None:
+def test_skipped_updates_do_not_count_in_the_mean() -> None:
     sums = MetricSums(WMSE.metrics, CPU)
     for step in (result(1.0), result(float("nan"), skipped=True, pivot=0.0), result(3.0, pivot=0.2)):
         sums.add(step)
@@ -77,7 +77,7 @@ def test_skipped_steps_do_not_count_in_the_mean() -> None:
     assert (taken["loss"], taken["skipped_steps"], taken["min_pivot"]) == (5.0, 0.0, 0.5)
 
 
-def test_sums_go_through_a_checkpoint() -> None:
+def test_sums_are_saved_and_loaded() -> None:
     sums, other = MetricSums(WMSE.metrics, CPU), MetricSums(WMSE.metrics, CPU)
     sums.add(result(1.0, pivot=0.1))
     other.load(sums.state(Ranks()))
@@ -87,7 +87,7 @@ def test_sums_go_through_a_checkpoint() -> None:
     assert taken["min_pivot"].item() == pytest.approx(0.1)
 
 
-def test_late_counts_steps_whether_or_not_they_are_logged() -> None:
+def test_delayed_metrics_are_ready_after_the_given_number_of_steps() -> None:
     late = DelayedMetrics(2)
     late.add(10, flags(0, 0, 1), {"lr": 0.1}, {"loss": torch.tensor(1.5)})
     late.add(11, flags(7, 0, 0), {}, {})
@@ -97,15 +97,15 @@ def test_late_counts_steps_whether_or_not_they_are_logged() -> None:
     assert late.ready() == [{"step": 11, "fault": 7, "stop": 0, "save": 0}]
 
 
-def test_values_are_those_at_the_time() -> None:
+def test_delayed_metrics_hold_the_values_at_the_call() -> None:
     late, values = DelayedMetrics(0), torch.tensor([1, 0, 0])
     late.add(1, RankFlags(*values.unbind()), {}, {})
     values.fill_(2)
     assert late.ready(1)[0]["fault"] == 1
 
 
-class Hand:
-    """A clock that the test turns."""
+class ManualClock:
+    """Clock that the test sets."""
 
     now = 100.0
 
@@ -113,9 +113,9 @@ class Hand:
         return self.now
 
 
-def test_rates_and_times_are_those_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 images a step, 2 views, 3 steps an epoch; a line is stamped when it is measured."""
-    hand = Hand()
+def test_rates_are_those_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has 16 images a step, 2 views and 3 steps an epoch."""
+    hand = ManualClock()
     monkeypatch.setattr("trainer.metrics.time", SimpleNamespace(perf_counter=hand, time=hand))
     clock = Clock(16, 2, 3, first_step=5, end_step=20)
     for step, seconds, wait, (views_per_s, data_wait) in ((9, 4.0, 1.0, (32.0, 0.5)), (13, 2.0, 0.25, (64.0, 0.25))):
@@ -137,7 +137,7 @@ def test_rates_and_times_are_those_since_the_last_line(monkeypatch: pytest.Monke
     assert clock.line(20)["eta_seconds"] == 0
 
 
-def test_the_log_line_of_a_long_run() -> None:
+def test_the_log_line_shows_all_metrics() -> None:
     values = line(3900, 0.8123, epoch=12.5, lr=5.93, images_per_s=1690.4, views_per_s=6761.6, seconds_per_step=0.6059,
                   data_wait=0.02, memory_gib=42.1, memory_limit_gib=79.6, effective_rank=61.2, min_pivot=0.0123,
                   eta_seconds=16690.2, skipped_images=0)  # fmt: skip
@@ -164,8 +164,8 @@ def test_skipped_images_of_all_ranks_are_counted_once(tmp_path: Path) -> None:
     assert count == 3
 
 
-def test_a_line_is_there_at_once(tmp_path: Path) -> None:
-    """A run that is killed has left all of its lines."""
+def test_a_line_is_written_at_once(tmp_path: Path) -> None:
+    """A killed run has written all of its lines."""
     writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
     writer.write(line(1))
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
@@ -188,8 +188,8 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     assert [(at["skipped_steps"], at["skipped_images"]) for at in lines] == [(0, 1), (0, 1), (2, 1)]
 
 
-def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> None:
-    """Each start goes on after the second last step of the one before."""
+def test_tensorboard_has_each_step_once_after_ten_starts(tmp_path: Path) -> None:
+    """Each start continues two steps before the end of the previous one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first in range(0, 20, 2):
@@ -201,13 +201,13 @@ def test_tensorboard_has_each_step_once_after_ten_restarts(tmp_path: Path) -> No
     assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(step, float(step)) for step in range(1, 23)]
 
 
-def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It takes half of the first line, nothing of the second, and is empty again for the third."""
+def test_no_line_is_lost_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The disk takes half of the first line and nothing of the second; before the third it has space again."""
     writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
-    file, room = writer._file, [20, 0, 0, 10_000]
+    file, space = writer._file, [20, 0, 0, 10_000]
 
     def write(data: bytes) -> int:
-        limit = room.pop(0) if len(room) > 1 else room[0]
+        limit = space.pop(0) if len(space) > 1 else space[0]
         if not limit:
             raise OSError(28, "No space left on device")
         return file.write(data[:limit])
@@ -235,7 +235,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tags = board.Tags()
     assert {tag.partition("/")[0] for tag in tags["scalars"]} == {"train", "speed", "health"}
-    assert "train/loss" not in tags["scalars"]  # there was none
+    assert "train/loss" not in tags["scalars"]  # the loss was not finite
     assert [e.value for e in board.Scalars("health/skipped_images")] == [1, 1]
     (text,) = board.Tensors("settings/text_summary")
     assert b"| optimizer.learning_rate | 0.1 |" in text.tensor_proto.string_val[0]
@@ -247,7 +247,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
     assert [(e.step, e.value) for e in evaluation.Scalars("eval/knn_top1")] == [(2, 61.5)]
 
 
-def test_every_field_is_documented(tmp_path: Path) -> None:
+def test_every_field_of_metrics_jsonl_is_documented(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
     writer.write(line(1))
     writer.close()
@@ -256,7 +256,7 @@ def test_every_field_is_documented(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["7", "{}", '{"step": "3"}', "[" * 100_000, "\udcff"])
-def test_a_line_that_is_no_record_is_dropped(odd: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_dropped(odd: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + odd.encode("utf-8", "surrogateescape") + b"\n")
     MetricsWriter(tmp_path, 4, 10, 4, OnlyMetrics()).close()

@@ -1,4 +1,4 @@
-"""Encoder and projector as the recipes have them."""
+"""Encoder and projector have the layers, layouts and precision of the recipes."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from trainer.models.projector import Projector
 TINY = ModelConfig(backbone="test_resnet", projector="mlp", projector_hidden=(16,), embedding_size=8)
 
 
-def test_scaling_is_the_usual_one_and_keeps_the_layout() -> None:
+def test_pixels_are_scaled_by_mean_and_std_and_keep_their_layout() -> None:
     views = ViewsConfig(mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (views.mean, views.std))
@@ -26,7 +26,7 @@ def test_scaling_is_the_usual_one_and_keeps_the_layout() -> None:
     assert scaled.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_simclr_projector() -> None:
+def test_the_simclr_projector_has_two_hidden_layers_and_a_norm_without_bias() -> None:
     p = Projector(ModelConfig(projector_hidden=(32, 16), embedding_size=8, projector="simclr"), 24)
     linears = [m for m in p.modules() if isinstance(m, nn.Linear)]
     assert [tuple(m.weight.shape) for m in linears] == [(32, 24), (16, 32), (8, 16)]
@@ -37,14 +37,14 @@ def test_simclr_projector() -> None:
     assert p(torch.randn(10, 24)).mean(0).abs().max() < 1e-5
 
 
-def test_mlp_projector() -> None:
+def test_the_mlp_projector_has_one_hidden_layer_and_no_norm() -> None:
     p = Projector(TINY, 24)
     assert isinstance(p.norm, nn.Identity)
     assert p.last.bias is not None
     assert [type(m).__name__ for m in p.hidden] == ["Linear", "BatchNorm1d", "ReLU"]
 
 
-def test_last_layer_is_float32_under_autocast() -> None:
+def test_the_last_layer_is_float32_under_autocast() -> None:
     model = EncoderProjector(Config(model=TINY, views=ViewsConfig()))
     pixels = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -56,7 +56,7 @@ def test_last_layer_is_float32_under_autocast() -> None:
 
 
 @pytest.mark.parametrize(("over", "group"), [("local", None), ("all", "everyone")])
-def test_statistics_over_ranks_only_where_asked_for(over: str, group: str | None) -> None:
+def test_batch_norm_uses_the_group_only_with_statistics_over_all_ranks(over: str, group: str | None) -> None:
     config = replace(TINY, batch_norm_ranks=over, encoder_batch_norm="per_view", projector_batch_norm="per_view")
     norms = [
         m
@@ -67,21 +67,21 @@ def test_statistics_over_ranks_only_where_asked_for(over: str, group: str | None
 
 
 @pytest.mark.parametrize("stem", ["imagenet", "small"])
-def test_kernels_are_channels_last(stem: str) -> None:
-    """As the pixels are; else each convolution copies, and DDP warns of strides that do not match."""
+def test_convolution_weights_are_channels_last(stem: str) -> None:
+    """Otherwise each convolution copies its input, and DDP warns of strides that do not match."""
     model = EncoderProjector(Config(model=replace(TINY, stem=stem)))
     kernels = [p for p in model.parameters() if p.ndim == 4]
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
 
 
 def test_every_parameter_gets_a_gradient() -> None:
-    """DDP waits for ever for one that does not, such as an unused classifier."""
+    """DDP waits forever for a parameter without one, such as an unused classifier."""
     model = EncoderProjector(Config(model=replace(TINY, zero_init_last=False)))
     model(torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_checkpointed_activations_give_the_same_gradient() -> None:
+def test_activation_checkpointing_gives_the_same_gradient() -> None:
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
@@ -98,27 +98,27 @@ def test_checkpointed_activations_give_the_same_gradient() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_unknown_backbone_names_near_ones() -> None:
+def test_an_unknown_backbone_is_refused_with_similar_names() -> None:
     with pytest.raises(InputError, match=r"resnet51.*similar: .*resnet"):
         build_encoder(replace(TINY, backbone="resnet51"))
 
 
 @pytest.mark.parametrize("stem", ["small", "small_pool"])
-def test_small_stems_start_as_the_authors_do(stem: str) -> None:
-    """Uniform between plus and minus 1 / sqrt(27), torch's default for 3x3x3 inputs."""
+def test_small_stems_are_initialized_like_the_authors_code(stem: str) -> None:
+    """The weights are uniform between -1 / sqrt(27) and 1 / sqrt(27), torch's default for 3x3x3 inputs."""
     torch.manual_seed(0)
     weight = build_encoder(replace(TINY, backbone="resnet18", stem=stem)).conv1.weight
     assert weight.std().item() == pytest.approx(1 / 9, rel=0.05)
     assert 0.98 / 27**0.5 < weight.abs().max().item() <= 1 / 27**0.5
 
 
-def test_stem_of_a_backbone_that_has_none() -> None:
+def test_a_small_stem_is_refused_for_a_backbone_without_a_stem() -> None:
     with pytest.raises(InputError, match=r"set model\.stem to imagenet"):
         build_encoder(replace(TINY, backbone="test_vit", stem="small"))
 
 
 @pytest.mark.slow
-def test_compiled_model_is_one_graph_with_views_and_its_names_stay_plain() -> None:
+def test_a_compiled_model_is_one_graph_and_keeps_its_parameter_names() -> None:
     model = EncoderProjector(
         Config(model=replace(TINY, zero_init_last=False, encoder_batch_norm="per_view"), views=ViewsConfig(num_views=2))
     )
@@ -132,13 +132,13 @@ def test_compiled_model_is_one_graph_with_views_and_its_names_stay_plain() -> No
 
 @pytest.mark.parametrize("norm", ["joint", "per_view"])
 @pytest.mark.parametrize("ranks", ["local", "all"])
-def test_pixels_stay_channels_last_up_to_the_pool(norm: str, ranks: str, group_of_one: str) -> None:
-    """One layer that turned them would cost a copy of its whole input, forward and backward, on a GPU."""
+def test_activations_stay_channels_last_up_to_the_pool(norm: str, ranks: str, group_of_one: str) -> None:
+    """A layer that changes the layout copies its whole input on a GPU, in forward and backward."""
     config = replace(TINY, encoder_batch_norm=norm, batch_norm_ranks=ranks)
     model = EncoderProjector(
         Config(model=config, views=ViewsConfig(num_views=2)), group_of_one, 2 if ranks == "all" else 1
     )
-    turned = []
+    changed = []
 
     def look(name: str, tensor: torch.Tensor) -> None:
         if (
@@ -146,7 +146,7 @@ def test_pixels_stay_channels_last_up_to_the_pool(norm: str, ranks: str, group_o
             and min(tensor.shape[1:3]) > 1
             and not tensor.is_contiguous(memory_format=torch.channels_last)
         ):
-            turned.append(name)
+            changed.append(name)
 
     def watch(name: str, output: torch.Tensor) -> None:
         look(name, output)
@@ -160,4 +160,4 @@ def test_pixels_stay_channels_last_up_to_the_pool(norm: str, ranks: str, group_o
     assert len(watched) > 20
     pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8).to(memory_format=torch.channels_last)
     model(pixels).square().sum().backward()
-    assert turned == []
+    assert changed == []

@@ -29,7 +29,7 @@ def test_an_invalid_node_list_is_refused(text: str) -> None:
         expand_nodes(text)
 
 
-def test_tasks_per_node() -> None:
+def test_numbers_of_tasks_per_node_are_expanded() -> None:
     assert expand_tasks("2(x3),1") == [2, 2, 2, 1]
     assert expand_tasks("8") == [8]
     with pytest.raises(InputError, match="tasks per node"):

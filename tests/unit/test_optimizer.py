@@ -1,4 +1,4 @@
-"""LARS against its formula, and updates that a failure bit turns into nothing."""
+"""LARS equals its formula, and a skipped update changes nothing."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def set_gradients(model: nn.Module, seed: int) -> None:
 
 
 def lars_by_formula(w: Tensor, g: Tensor, v: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """SimCLR's rule for one tensor, written out."""
+    """Return weight and momentum after one update of a tensor by SimCLR's rule."""
     trust = 1.0
     if w.ndim > 1:
         g = g + LARS.weight_decay * w
@@ -35,10 +35,10 @@ def lars_by_formula(w: Tensor, g: Tensor, v: Tensor, rate: float) -> tuple[Tenso
     return w - v, v
 
 
-def test_lars_is_the_formula_while_the_rate_changes() -> None:
+def test_lars_equals_the_formula_while_the_learning_rate_changes() -> None:
     model = small_model()
     with torch.no_grad():
-        model[2].weight.zero_()  # a zero norm: no adaptation
+        model[2].weight.zero_()  # a weight with norm 0 has no adaptation
     optimizer = build_optimizer(model, LARS, CPU)
     weights = [p.detach().clone() for p in model.parameters()]
     buffers = [torch.zeros_like(w) for w in weights]
@@ -52,7 +52,7 @@ def test_lars_is_the_formula_while_the_rate_changes() -> None:
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-14)
 
 
-def test_zero_gradient_and_weight_decay_none() -> None:
+def test_a_zero_gradient_without_weight_decay_changes_nothing() -> None:
     model = nn.Linear(3, 2, bias=False).double()
     before = model.weight.detach().clone()
     optimizer = Lars([{"params": [model.weight], "weight_decay": 0.0, "adapt": True}], 0.9, 1e-3)
@@ -62,7 +62,7 @@ def test_zero_gradient_and_weight_decay_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["lars", "adam"])
-def test_failed_update_changes_nothing(name: str) -> None:
+def test_a_skipped_update_changes_nothing(name: str) -> None:
     model = small_model()
     optimizer = build_optimizer(model, replace(LARS, name=name), CPU)
     set_gradients(model, 0)
@@ -79,8 +79,8 @@ def test_failed_update_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("failed", [0.0, 1.0])
-def test_lars_with_the_bit_on_the_device(failed: float) -> None:
-    """The GPU's way, where the host never learns of the failure: the bit goes in as a tensor."""
+def test_lars_skips_the_update_by_a_flag_on_the_device(failed: float) -> None:
+    """On a GPU the flag is a tensor, because the host does not wait for it."""
     model = small_model().float()
     plain, gated = small_model().float(), model
     buffers = []
@@ -102,7 +102,7 @@ def test_lars_with_the_bit_on_the_device(failed: float) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
-def test_vectors_have_no_decay_and_no_adaptation() -> None:
+def test_vectors_have_no_weight_decay_and_no_adaptation() -> None:
     groups = build_optimizer(small_model(), LARS, CPU).param_groups
     assert [(g["weight_decay"], g["adapt"], {p.ndim for p in g["params"]}) for g in groups] == [
         (1e-2, True, {2}),

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, log lines elsewhere; both show how far, how fast and how much longer."""
+"""Progress: a bar on a terminal and log lines elsewhere, both with count, rate and remaining time."""
 
 import io
 import logging
@@ -29,7 +29,7 @@ def test_a_terminal_shows_count_rate_and_time_left(monkeypatch: pytest.MonkeyPat
         assert part in terminal.getvalue()
 
 
-def test_without_a_terminal_a_line_a_minute_is_logged(
+def test_without_a_terminal_one_line_a_minute_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = iter(range(0, 10_000, 30))

@@ -32,7 +32,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         ({**SRUN, **TORCHRUN}, Ranks(3, 8, 1, 2, "123")),  # torchrun inside srun
     ],
 )
-def test_ranks_from_the_environment(env: dict[str, str], ranks: Ranks) -> None:
+def test_ranks_are_read_from_the_environment(env: dict[str, str], ranks: Ranks) -> None:
     assert find_ranks(env) == ranks
 
 

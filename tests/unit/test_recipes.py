@@ -1,4 +1,4 @@
-"""Every config is one experiment: held to the recipes' table, and each builds its model and takes a pass."""
+"""Every config equals its row of the table of recipes, and its model runs."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def scale(mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-SMALL = {  # CIFAR, STL-10, Tiny ImageNet: what they share
+SMALL = {  # common settings of CIFAR, STL-10 and Tiny ImageNet
     "model.backbone": "resnet18", "model.zero_init_last": False, "model.projector": "mlp", "model.projector_hidden": (1024,),
     "model.encoder_batch_norm": "per_view", "model.projector_batch_norm": "joint",
     "optimizer.name": "adam", "optimizer.weight_decay": 1e-6, "optimizer.warmup_steps": 500,
@@ -59,7 +59,7 @@ IMAGENET = {**STRONG, "views.order": "crop_first", "model.backbone": "resnet50",
             "optimizer.momentum": 0.9, "optimizer.trust_coefficient": 1e-3, "optimizer.weight_decay": 1e-4,
             "optimizer.warmup_epochs": 10, "optimizer.warmup_from": "zero", "optimizer.schedule": "cosine",
             "views.num_views": 4, "views.mean": (0.0, 0.0, 0.0), "views.std": (1.0, 1.0, 1.0)}  # fmt: skip
-RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak rate, settings
+RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak learning rate, settings
     "cifar10_rn18": (3e-3, {**CIFAR, **scale((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))}),
     "cifar100_rn18": (3e-3, {**CIFAR, **scale((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}),
     "stl10_rn18": (2e-3, {**STL, "optimizer.epochs": 2000, **scale((0.43, 0.42, 0.39), (0.27, 0.26, 0.27))}),
@@ -76,7 +76,7 @@ def load(path: Path) -> Config:
     return load_config(path, [])
 
 
-def test_there_is_one_config_for_each_row_of_the_table() -> None:
+def test_each_row_of_the_table_has_one_config() -> None:
     names = {f"{key}_wmse{d}" for key in RECIPES for d in (2, 4)} - {"imagenet_rn50_wmse2"}
     names |= {f"{key}_rn18_simclr" for key in ("cifar10", "cifar100", "stl10", "tiny_imagenet")}
     found = [path.stem for path in CONFIGS if not path.stem.startswith("demo_")]
@@ -85,7 +85,7 @@ def test_there_is_one_config_for_each_row_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if not p.stem.startswith("demo_")], ids=lambda p: p.stem)
-def test_config_is_the_recipe(path: Path) -> None:
+def test_a_config_has_the_settings_of_its_recipe(path: Path) -> None:
     config = load(path)
     recipe, views, epochs = path.stem.rsplit("_", 2)
     peak, settings = RECIPES[recipe]
@@ -104,7 +104,7 @@ def test_config_is_the_recipe(path: Path) -> None:
         assert config.wmse.iterations == (4 if four else 1)
 
 
-def test_the_classes_of_imagenet_100_are_a_hundred() -> None:
+def test_imagenet_100_has_a_hundred_classes() -> None:
     lines = (ROOT / "configs" / "imagenet100_classes.txt").read_text().splitlines()
     names = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"n\d{8}", name) for name in names)
@@ -114,13 +114,13 @@ def test_the_classes_of_imagenet_100_are_a_hundred() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_config_builds(path: Path) -> None:
-    """The model takes two images' views and gives embeddings; the plan of the run can be said."""
+def test_a_config_gives_a_plan_and_a_model(path: Path) -> None:
+    """The model maps the views of two images to embeddings, and the plan of the run is described."""
     config = load(path)
     assert plan_lines(config, max(config.data.expected_images, 10_000), 1)
     model = build_encoder_projector(config, Ranks())
-    side = config.views.size if config.views.size < 100 else 64
-    pixels = torch.randint(0, 255, (2 * config.views.num_views, 3, side, side), dtype=torch.uint8)
+    size = config.views.size if config.views.size < 100 else 64
+    pixels = torch.randint(0, 255, (2 * config.views.num_views, 3, size, size), dtype=torch.uint8)
     assert model(pixels).shape == (2 * config.views.num_views, config.model.embedding_size)
     if config.model.stem != "imagenet":
         first = model.encoder.conv1[0] if config.model.backbone == "test_resnet" else model.encoder.conv1

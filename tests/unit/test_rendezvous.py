@@ -1,4 +1,7 @@
-"""Ranks meet and compare what they were started with. Here ranks are threads; real ones: tests/integration and tests/slurm."""
+"""Rendezvous: ranks connect to one store and compare their settings.
+
+The ranks are threads here; tests/integration and tests/slurm have real ones.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ NAMES = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_S
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Remove all variables of launchers from the environment."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -33,7 +37,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def job(environment: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets the environment to that of a SLURM job on this node."""
+    """Return a function that sets the environment of a SLURM job on this node."""
 
     def set_job(job_id: str, nodes: str = "localhost") -> None:
         environment.setenv("SLURM_JOB_ID", job_id)
@@ -45,7 +49,7 @@ def job(environment: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def free_port(environment: pytest.MonkeyPatch) -> int:
-    """MASTER_ADDR and MASTER_PORT are set, as by hand."""
+    """Return a free port, after setting MASTER_ADDR and MASTER_PORT to it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -55,7 +59,7 @@ def free_port(environment: pytest.MonkeyPatch) -> int:
 
 
 def on_ranks(count: int, work: Callable[[Ranks], Any]) -> list[Future[Any]]:
-    """`work` for each rank at once; all have ended."""
+    """Run `work` for all ranks at once, and return when all have ended."""
     with ThreadPoolExecutor(count) as pool:
         return [pool.submit(work, Ranks(rank, count)) for rank in range(count)]
 
@@ -130,7 +134,7 @@ def test_a_port_in_use_is_named(free_port: int, environment: pytest.MonkeyPatch)
             InputError, match=f"cannot listen on MASTER_ADDR 127.0.0.1, MASTER_PORT {free_port} .*in use"
         ):
             meet(Ranks(0, 2), SHORT)
-        # what listens there never answers
+        # this server accepts connections, but never answers
         with pytest.raises(
             InputError, match=f"rank 1: the program that listens on 127.0.0.1, port {free_port}, is not rank 0"
         ):
@@ -152,15 +156,15 @@ def test_the_store_listens_on_one_address_only(address: str, free_port: int, env
     del store
 
 
-# --- what must be the same ---
+# --- comparison of ranks ---
 
 
 def compare(
     count: int, facts: Callable[[Ranks], dict[str, Any]], first: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """What each rank raises, empty if nothing."""
+    """Return the error of each rank, empty if it raises none."""
 
-    stores = []  # rank 0's lives until all have read it
+    stores = []  # keeps the store of rank 0 until all ranks have read it
 
     def work(ranks: Ranks) -> str:
         stores.append(store := meet(ranks, LONG))
@@ -224,9 +228,9 @@ def test_a_second_process_with_the_same_rank_is_refused(free_port: int) -> None:
             return "waited for rank 0"
         return ""
 
-    said = sorted(future.result() for future in on_ranks(2, join))
-    assert "rank 1: another process has already joined as this rank" in said[0]
-    assert said[1] == "waited for rank 0"
+    outcomes = sorted(future.result() for future in on_ranks(2, join))
+    assert "rank 1: another process has already joined as this rank" in outcomes[0]
+    assert outcomes[1] == "waited for rank 0"
     del store
 
 
@@ -245,7 +249,7 @@ def test_a_missing_rank_is_named(free_port: int, environment: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_the_wait_for_all_ranks_together_respects_the_time_out(free_port: int) -> None:
-    """Rank 1 comes when most of the time has gone by, rank 2 never: rank 0 does not begin to wait anew."""
+    """Rank 1 joins when most of the time is over, and rank 2 never: rank 0 does not start a new wait."""
 
     def join(ranks: Ranks) -> None:
         if ranks.rank == 1:

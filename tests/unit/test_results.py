@@ -1,4 +1,4 @@
-"""Results of evaluations: each measurement has a file of its own, and figures are printed if none can be written."""
+"""Results of evaluations: each measurement has a separate file, and figures are printed if no file can be written."""
 
 import errno
 import json
@@ -23,21 +23,22 @@ from trainer.run.signals import StopRequest
 
 @pytest.fixture(scope="module")
 def finished(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step."""
+    """Return the folder of a run of one step."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "tiny.yaml").write_text(TINY)
-    words = ["--data.root", str(tiny_set), "--run_dir", str(folder / "run"), "--max_steps", "1"]
-    assert pretrain(load_config(folder / "tiny.yaml", words), StopRequest()) == 0
+    settings = ["--data.root", str(tiny_set), "--run_dir", str(folder / "run"), "--max_steps", "1"]
+    assert pretrain(load_config(folder / "tiny.yaml", settings), StopRequest()) == 0
     return folder / "run"
 
 
 @pytest.fixture
 def run_dir(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
+    """Return a copy of that run, which the test may change."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def kept(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the results in the run folder by file name."""
     return {path.name: json.loads(path.read_text()) for path in (run_dir / "eval").glob("*.json")}
 
 
@@ -55,26 +56,26 @@ def knn(run_dir: Path, which: str = "last", *settings: str) -> dict[str, Any]:
         ("--views.eval_resize", "40"),
     ],
 )
-def test_other_settings_have_files_of_their_own(run_dir: Path, settings: tuple[str, ...]) -> None:
+def test_results_of_other_settings_have_separate_files(run_dir: Path, settings: tuple[str, ...]) -> None:
     own = knn(run_dir)
     other = knn(run_dir, "last", *settings)
     found = kept(run_dir)
     assert found.pop("knn_1.json") == own
     assert list(found.values()) == [other]
-    again = knn(run_dir, "last", *settings)  # the same measurement replaces its own file
+    again = knn(run_dir, "last", *settings)  # the same measurement replaces its file
     assert kept(run_dir) == {"knn_1.json": own, next(iter(found)): again}
     newest = newest_evaluation(run_dir, [])
     assert newest is not None
     assert newest["knn_top1"] == own["top1"]
 
 
-def test_settings_that_do_not_shape_the_figure_change_no_name(run_dir: Path) -> None:
+def test_settings_that_do_not_change_the_figure_do_not_change_the_file_name(run_dir: Path) -> None:
     knn(run_dir)
     knn(run_dir, "last", "--evaluate.probe_epochs", "3", "--data.threads", "2")
     assert set(kept(run_dir)) == {"knn_1.json"}
 
 
-def test_another_copy_of_the_set_has_a_file_of_its_own(run_dir: Path, tiny_set: Path, tmp_path: Path) -> None:
+def test_results_of_another_copy_of_the_set_have_a_separate_file(run_dir: Path, tiny_set: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_set, tmp_path / "copy")
     knn(run_dir)
     other = knn(run_dir, "last", "--data.root", str(tmp_path / "copy"))
@@ -82,7 +83,7 @@ def test_another_copy_of_the_set_has_a_file_of_its_own(run_dir: Path, tiny_set: 
     assert other["train_fingerprint"] == kept(run_dir)["knn_1.json"]["train_fingerprint"]
 
 
-def test_a_checkpoint_from_elsewhere_has_a_file_of_its_own(run_dir: Path, tmp_path: Path) -> None:
+def test_results_of_a_checkpoint_of_another_run_have_a_separate_file(run_dir: Path, tmp_path: Path) -> None:
     content = load_checkpoint(run_dir / "checkpoints" / "step_00000001.pt")
     content["model"]["encoder.bn1.bias"] += 1
     (tmp_path / "other").mkdir()
@@ -95,7 +96,7 @@ def test_a_checkpoint_from_elsewhere_has_a_file_of_its_own(run_dir: Path, tmp_pa
     assert list(found.values()) == [other]
 
 
-def test_what_was_measured_on_images_that_changed_since_is_set_aside(
+def test_results_of_images_that_have_changed_are_kept_under_another_name(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = knn(run_dir)
@@ -113,25 +114,22 @@ def test_what_was_measured_on_images_that_changed_since_is_set_aside(
     assert list(found.values()) == [before]
 
 
-# --- where nothing can be written ---
+# --- results that cannot be written ---
 
 
-def test_figures_are_printed_where_the_folder_can_not_be_written(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A warning comes before the work; the command succeeds, since its figures are on stdout."""
+def test_figures_are_printed_if_the_folder_cannot_be_written(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command warns before the work and succeeds, because the figures are on stdout."""
     (run_dir / "eval").write_text("in the way")
     assert main(["knn", "--run_dir", str(run_dir)]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["knn"]["test_images"] == 16
-    said = err.index(f"cannot write to {run_dir / 'eval'}: File exists")
-    assert said < err.index("encoder of step")
+    assert err.index(f"cannot write to {run_dir / 'eval'}: File exists") < err.index("encoder of step")
     assert "--out FILE" in err
     with pytest.raises(InputError, match="cannot write to"):
         evaluator.Evaluator(run_dir, [], Ranks()).results.check(must_keep=True)
 
 
-def test_figures_are_printed_where_the_disk_is_full_at_the_end(
+def test_figures_are_printed_if_the_disk_is_full_at_the_end(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
@@ -144,16 +142,14 @@ def test_figures_are_printed_where_the_disk_is_full_at_the_end(
     assert f"cannot write the figures above to {run_dir / 'eval'}: No space left on device" in err
 
 
-def test_out_names_another_file_and_overwrites_none(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["evaluate", "--run_dir", str(run_dir), "--out", str(tmp_path / "result.json")]
-    assert main(words) == 0
+def test_out_writes_to_a_new_file_only(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "--run_dir", str(run_dir), "--out", str(tmp_path / "result.json")]
+    assert main(arguments) == 0
     assert json.loads((tmp_path / "result.json").read_text()) == json.loads(capsys.readouterr().out)
     assert not (run_dir / "eval").exists()
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "exists already: give a new name" in capsys.readouterr().err
-    assert main([*words[:-1], str(tmp_path / "nowhere" / "result.json")]) == 2
+    assert main([*arguments[:-1], str(tmp_path / "nowhere" / "result.json")]) == 2
     assert "cannot write to" in capsys.readouterr().err
 
 
@@ -165,7 +161,7 @@ def test_too_many_neighbours_are_refused_before_the_work(run_dir: Path, capsys: 
 
 
 @pytest.mark.parametrize("which", ["last", "random"])
-def test_the_test_split_is_looked_for_before_anything_is_encoded(
+def test_a_missing_test_split_is_refused_before_images_are_encoded(
     run_dir: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encodes(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Which changes a run refuses to go on with. (Resuming itself: tests/integration/test_run.py.)"""
+"""Changes and checkpoints with which a run refuses to continue. tests/integration/test_run.py tests resuming itself."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from trainer.run.resume import _changes, resume
 from trainer.run.saver import Saver
 from trainer.setup import Run
 
-SHAPING = (
+CHANGES_RESULT = (
     "seed",
     "precision",
     "gradient_compression",
@@ -36,7 +36,7 @@ SHAPING = (
     "simclr.",
     "optimizer.",
 )
-FREE = (
+MAY_CHANGE = (
     "views.eval_resize",
     "model.activation_checkpointing",
     "model.activation_memory_budget",
@@ -48,6 +48,7 @@ FREE = (
 
 @pytest.fixture
 def run(tiny_set: Path, tiny_config: Path) -> Run:
+    """Return a new run."""
     return run_of(tiny_set, tiny_config)
 
 
@@ -64,10 +65,10 @@ def test_exactly_the_settings_that_change_the_result_are_named(run: Run) -> None
     assert _changes(run, content) == []
     content["config"] = dict.fromkeys(content["config"], "another")
     named = {line.split(":")[0] for line in _changes(run, content)}
-    assert named == {key for key in content["config"] if key.startswith(SHAPING) and key not in FREE}
+    assert named == {key for key in content["config"] if key.startswith(CHANGES_RESULT) and key not in MAY_CHANGE}
 
 
-def test_a_setting_newer_than_the_checkpoint_had_its_default(run: Run) -> None:
+def test_a_setting_that_the_checkpoint_lacks_had_its_default(run: Run) -> None:
     content = saved(run)
     del content["config"]["optimizer.accumulation_steps"]
     assert _changes(run, content) == []
@@ -88,7 +89,7 @@ def test_another_plan_version_or_other_images_are_refused(part: dict[str, Any], 
     assert changed.startswith(message)
 
 
-# --- checkpoints that can't be used ---
+# --- unusable checkpoints ---
 
 Content = dict[str, Any]
 WEIGHT = "projector.last.weight"
@@ -109,7 +110,7 @@ def put(*path: Any, value: Any) -> Callable[[Content], Any]:
 
 
 def fill(value: float, *path: Any) -> Callable[[Content], Any]:
-    """Put a number into the first element of a tensor."""
+    """Change the first element of a tensor of a checkpoint."""
 
     def change(content: Content) -> None:
         for key in path:
@@ -159,20 +160,11 @@ BROKEN: dict[str, Callable[[Content], Any]] = {
 
 @pytest.fixture(scope="module")
 def good(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[int, Content]]:
-    """A run, and its checkpoints of steps 1 and 2."""
+    """Return a run and its checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("good")
     (folder / "tiny.yaml").write_text(TINY)
-    words = [
-        "--data.root",
-        str(tiny_set),
-        "--run_dir",
-        str(folder),
-        "--checkpoint.every_steps",
-        "1",
-        "--max_steps",
-        "2",
-    ]
-    assert main(["pretrain", "--config", str(folder / "tiny.yaml"), *words]) == 0
+    settings = ["--data.root", str(tiny_set), "--run_dir", str(folder), "--checkpoint.every_steps", "1"]
+    assert main(["pretrain", "--config", str(folder / "tiny.yaml"), *settings, "--max_steps", "2"]) == 0
     found = {step: load_checkpoint(path) for step, path in list_checkpoints(folder / "checkpoints")}
     return run_of(tiny_set, folder / "tiny.yaml"), found
 
@@ -185,6 +177,7 @@ def write_checkpoint(run: Run, step: int, content: Any) -> None:
 
 
 def resume_from(run: Run, folder: Path, contents: dict[int, Any]) -> int:
+    """Write checkpoints to a run folder, resume from it, and return the step."""
     run = replace(run, run_dir=folder)
     run.checkpoints.mkdir(exist_ok=True)
     for step, content in contents.items():
@@ -194,6 +187,7 @@ def resume_from(run: Run, folder: Path, contents: dict[int, Any]) -> int:
 
 @pytest.fixture(scope="module")
 def folder_with_step_1(good: tuple[Run, dict[int, Content]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run folder with the checkpoint of step 1."""
     folder = tmp_path_factory.mktemp("step_1")
     assert resume_from(good[0], folder, {1: good[1][1]}) == 1
     return folder
@@ -208,12 +202,14 @@ def test_an_unusable_checkpoint_is_skipped_with_its_name(
     broken = copy.deepcopy(contents[2])
     result = BROKEN[name](broken)
     assert resume_from(run, folder_with_step_1, {2: broken if result is None else result}) == 1
-    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("skipped step_00000002.pt: ")]
-    assert len(said) == 1
-    assert len(said[0]) < 600
+    logged = [r.getMessage() for r in caplog.records if r.getMessage().startswith("skipped step_00000002.pt: ")]
+    assert len(logged) == 1
+    assert len(logged[0]) < 600
 
 
-def test_no_fresh_start_overwrites_unusable_checkpoints(good: tuple[Run, dict[int, Content]], tmp_path: Path) -> None:
+def test_a_run_with_only_unusable_checkpoints_does_not_start_from_the_beginning(
+    good: tuple[Run, dict[int, Content]], tmp_path: Path
+) -> None:
     run, contents = good
     with pytest.raises(
         InputError, match=r"none of the 2 checkpoints in .* can be used\. The newest: checkpoint has no config"
@@ -283,7 +279,7 @@ def test_ranks_that_find_different_checkpoints_stop(run: Run, monkeypatch: pytes
 def test_a_rank_waits_for_a_checkpoint_that_appears_late(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Another rank sees step 4 at once; this one at its third look."""
+    """Another rank finds step 4 at once, and this one at its third look."""
     monkeypatch.setattr("trainer.run.resume._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("trainer.run.resume._restore", lambda run, content, sums: content["step"])
     looks: list[int] = []

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its log, its state."""
+"""Run folder: lock, log, and entries of the wrong type."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[logging.Logger]:
-    """A logger that writes to tmp_path/log.txt."""
+    """Return the root logger, which writes to tmp_path/log.txt."""
     root = logging.getLogger()
     before = root.handlers[:], root.level
     start_logging(tmp_path, 0)
@@ -56,7 +56,7 @@ def test_on_a_full_disk_lines_reach_only_stderr(
     assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["before", "after"]
 
 
-def test_the_log_is_bounded(log: logging.Logger, tmp_path: Path) -> None:
+def test_the_size_of_the_log_is_bounded(log: logging.Logger, tmp_path: Path) -> None:
     (file,) = [handler for handler in log.handlers if isinstance(handler, run_folder._LogFile)]
     assert file.maxBytes == 32 << 20
     file.maxBytes = 1000
@@ -84,7 +84,7 @@ FOLDERS = ("checkpoints", "tensorboard", "eval")
 @pytest.mark.parametrize("kind", ["link", "dangling link", "named pipe", "other"])
 @pytest.mark.parametrize("name", FILES + FOLDERS)
 def test_an_entry_of_another_type_is_refused(name: str, kind: str, tmp_path: Path) -> None:
-    """Through a link another file would be emptied; opening a named pipe would block."""
+    """Writing through a link would overwrite another file, and opening a named pipe would block."""
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
     if kind == "link":

@@ -26,7 +26,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def started(run_dir: Path, ranks: Ranks, *, checkpoint: int = 0, most: int = 3) -> RunState:
-    """A start that finds the checkpoint of a step."""
+    """Return the state of a new start. checkpoint: step of a checkpoint to create; most: starts without a new one."""
     (run_dir / "checkpoints").mkdir(exist_ok=True)
     if checkpoint:
         (run_dir / "checkpoints" / f"step_{checkpoint:08d}.pt").touch()
@@ -50,12 +50,12 @@ def test_a_job_requeued_repeatedly_without_a_new_checkpoint_fails(tmp_path: Path
         TrainingFailedError, match=r"2 starts in a row produced no checkpoint beyond step 0.*not requeued"
     ):
         started(tmp_path, REQUEUED, most=2)
-    # submitted anew by somebody, it gets its chances again
+    # a newly submitted job starts counting again
     started(tmp_path, Ranks(job_id="124"), most=2)
     started(tmp_path, REQUEUED, most=2)
 
 
-def test_a_new_checkpoint_is_progress(tmp_path: Path) -> None:
+def test_a_new_checkpoint_counts_as_progress(tmp_path: Path) -> None:
     started(tmp_path, Ranks(job_id="123"), most=1)
     for step in (5, 10, 15):
         started(tmp_path, REQUEUED, checkpoint=step, most=1)
@@ -82,7 +82,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
 def test_another_rank_writes_the_failure_if_rank_0_was_killed(tmp_path: Path) -> None:
     started(tmp_path, Ranks(0, 2), checkpoint=8).write(status="running", step=11)
     before = state_of(tmp_path)
-    with lock_run_folder(tmp_path):  # rank 0 lives, and will say it itself
+    with lock_run_folder(tmp_path):  # rank 0 is alive and writes the failure itself
         note_lost_rank_0(tmp_path, RuntimeError("Connection reset"))
         assert state_of(tmp_path) == before
     note_lost_rank_0(tmp_path, RuntimeError("Connection reset\nby peer"))
@@ -139,7 +139,7 @@ def test_wmse_stop_reaches_the_run_and_the_next_start_removes_it(
 
 @pytest.mark.parametrize(("named", "kept"), [("123", True), ("122", False), ("", False)])
 def test_a_job_obeys_a_stop_of_this_job_from_before_its_start(named: str, kept: bool, tmp_path: Path) -> None:
-    """As for a job that copied its data when `wmse stop` was called, or that was requeued after it lost a node."""
+    """Such a job copied its data when `wmse stop` was called, or was requeued after the loss of a node."""
     (tmp_path / "checkpoints").mkdir()
     stop_file(tmp_path).write_text(named)
     started(tmp_path, REQUEUED)
@@ -163,7 +163,7 @@ def test_a_hanging_write_does_not_block_other_writes(tmp_path: Path, monkeypatch
 def test_an_idle_rank_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(run_state, "_SILENT_SECONDS", 5.0)
-    started(tmp_path, Ranks()).ended("failed", 1)  # by an earlier start
+    started(tmp_path, Ranks()).ended("failed", 1)  # an earlier start
     codes: list[int] = []
     idle = threading.Thread(target=lambda: codes.append(wait_for_end(tmp_path, StopRequest(), 60)), daemon=True)
     idle.start()

@@ -1,4 +1,4 @@
-"""Learning rate by step."""
+"""Schedule of the learning rate, and the steps whose checkpoints are kept."""
 
 import math
 from dataclasses import replace
@@ -14,22 +14,22 @@ def schedule(steps_per_epoch: int = 10, **settings: object):  # type: ignore[no-
     return build_schedule(replace(Config(), optimizer=optimizer), steps_per_epoch)
 
 
-def test_warm_up_is_linear_from_zero() -> None:
+def test_the_warm_up_is_linear_from_zero() -> None:
     s = schedule(epochs=10, warmup_epochs=2.0)
     assert s.warmup_steps == 20
     assert [s.learning_rate(step) for step in (0, 5, 10, 19)] == [0.0, 0.5, 1.0, 1.9]
     assert s.learning_rate(20) == 2.0
 
 
-def test_warm_up_may_begin_at_the_first_step() -> None:
-    """Rate times (i + 1) / 500 for update i, as the authors' code has it."""
+def test_the_warm_up_may_begin_at_the_first_step() -> None:
+    """As in the authors' code, the learning rate of update i is the peak times (i + 1) / 500."""
     rates = {"zero": [0, 6e-6, 2.994e-3, 3e-3], "first_step": [6e-6, 1.2e-5, 3e-3, 3e-3]}
     for start, expected in rates.items():
         s = schedule(epochs=1000, schedule="drops", warmup_steps=500, learning_rate=3e-3, warmup_from=start)
         assert [s.learning_rate(step) for step in (0, 1, 499, 500)] == pytest.approx(expected, rel=1e-12)
 
 
-def test_cosine_goes_from_the_peak_to_zero() -> None:
+def test_the_cosine_falls_from_the_peak_to_zero() -> None:
     s = schedule(epochs=10, warmup_steps=20)
     assert s.learning_rate(60) == pytest.approx(1.0)
     assert s.learning_rate(40) == pytest.approx(1 + math.cos(math.pi / 4))
@@ -37,7 +37,7 @@ def test_cosine_goes_from_the_peak_to_zero() -> None:
     assert 0 < s.learning_rate(99) < 0.001
 
 
-def test_drops_fall_at_epochs_before_the_end() -> None:
+def test_the_learning_rate_drops_at_epochs_before_the_end() -> None:
     s = schedule(epochs=100, schedule="drops", warmup_steps=3)
     assert s.total_steps == 1000
     assert [s.learning_rate(step) for step in (3, 499, 500, 749, 750, 999)] == pytest.approx(
@@ -45,8 +45,8 @@ def test_drops_fall_at_epochs_before_the_end() -> None:
     )
 
 
-def test_imagenet_numbers() -> None:
-    """The ImageNet recipe: 4096 images a step, 100 epochs of 1,281,167 images, 10 epochs of warm-up, rate 6.4."""
+def test_the_schedule_of_the_imagenet_recipe() -> None:
+    """The recipe has 4096 images a step, 100 epochs of 1,281,167 images, 10 epochs of warm-up, and the peak 6.4."""
     c = Config()
     c = replace(c, data=replace(c.data, images_per_step=4096), optimizer=replace(c.optimizer, warmup_epochs=10.0))
     s = build_schedule(c, 1281167 // 4096)
@@ -59,27 +59,27 @@ def curve(epochs: int, kind: str, **settings: int) -> Config:
 
 
 def epochs_kept(config: Config) -> list[int]:
-    """At 10 steps an epoch."""
+    """Return the epochs whose checkpoints are kept for the evaluation; an epoch has 10 steps."""
     steps = evaluation_steps(config, 10)
     found = [step for step in range(10 * config.optimizer.epochs + 11) if step in steps]
     assert all(step % 10 == 0 for step in found)
     return [step // 10 for step in found]
 
 
-def test_checkpoints_for_the_papers_curves() -> None:
-    """Every 20 epochs, every 5 after the first drop of 1000 epochs, 50 before the end."""
+def test_checkpoints_for_the_curves_of_the_paper_are_kept() -> None:
+    """They are kept every 20 epochs, and every 5 after the first drop, which is 50 epochs before the end."""
     every = {"keep_every_epochs": 20, "keep_every_epochs_after_drop": 5}
     assert epochs_kept(curve(1000, "drops", **every)) == [*range(20, 941, 20), *range(955, 1001, 5)]
     assert epochs_kept(curve(1000, "cosine", **every)) == list(range(20, 1001, 20))
 
 
-def test_one_of_the_two_settings_alone() -> None:
+def test_each_of_the_two_settings_works_alone() -> None:
     assert epochs_kept(curve(100, "drops")) == []
     assert epochs_kept(curve(100, "drops", keep_every_epochs=30)) == [30, 60, 90]
     assert epochs_kept(curve(100, "drops", keep_every_epochs_after_drop=20)) == [60, 80, 100]
 
 
-def test_kept_are_those_for_the_curve_and_multiples_of_steps() -> None:
+def test_checkpoints_at_multiples_of_steps_are_kept_too() -> None:
     config = curve(10, "cosine", keep_every_epochs=4, keep_every_steps=35)
     assert [step for step in range(101) if step in kept_steps(config, 10)] == [35, 40, 70, 80]
     assert not any(step in kept_steps(curve(10, "cosine"), 10) for step in range(101))

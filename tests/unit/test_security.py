@@ -1,20 +1,18 @@
-"""What is in a file is not run, nothing is unpacked, a run does not listen; names in other people's sets stay names.
+"""Files of others run no code and write nothing outside of the cache, and a run opens no network connection.
 
-Most calls that would are refused by ruff's S rules (pyproject.toml).
+Ruff's S rules (pyproject.toml) refuse most unsafe calls.
 """
 
 import ast
 import gzip
 import io
 import json
-import logging
 import os
 import pickle
 import re
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,24 +31,11 @@ from trainer.data.quarantine import drop_quarantine_after, read_quarantine
 from trainer.errors import InputError
 from trainer.run.checkpoint import load_checkpoint
 
-
-@pytest.fixture(scope="module", autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """The commands set up the root logger, which other files' tests have of their own."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    yield
-    for handler in set(root.handlers) - set(handlers):
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-# --- files that would run something ---
+# --- files that contain code ---
 
 
 class Trap:
-    """Unpickled, it makes a file."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -61,14 +46,14 @@ class Trap:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What stands there once a trap has gone off; it is seen to."""
-    pickle.loads(pickle.dumps(Trap(tmp_path / "seen to work")))  # noqa: S301 - the trap itself is tested here
-    assert (tmp_path / "seen to work").exists()
+    """Return the path that a trap creates, after checking that a trap works."""
+    pickle.loads(pickle.dumps(Trap(tmp_path / "works")))  # noqa: S301 - tests the trap itself
+    assert (tmp_path / "works").exists()
     return tmp_path / "run"
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_a_checkpoint_that_would_run_something_is_refused(mark: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_code_is_refused(mark: Path, tmp_path: Path) -> None:
     content = {"format": 1, "step": 1, "model": {"w": torch.zeros(2)}}
     for place in ("model", "step", "format", "extra"):
         torch.save({**content, place: Trap(mark)}, tmp_path / f"{place}.pt")
@@ -107,7 +92,7 @@ def crafted_indices(mark: Path) -> dict[str, bytes]:
     }
 
 
-def test_an_index_that_would_run_something_is_refused(mark: Path, tmp_path: Path, monkeypatch) -> None:
+def test_an_index_with_code_is_refused(mark: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for kind, data in crafted_indices(mark).items():
         (tmp_path / "train.index").write_bytes(data)
@@ -118,7 +103,7 @@ def test_an_index_that_would_run_something_is_refused(mark: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("class_name", ["..", "/etc", "c/../..", "c"])
-def test_an_index_that_names_files_outside_of_the_set_reads_none(tmp_path: Path, class_name: str) -> None:
+def test_an_index_reads_no_files_outside_of_the_set(tmp_path: Path, class_name: str) -> None:
     (tmp_path / "secret.jpg").write_bytes(b"secret")
     write_images(tmp_path / "set/train/c", 1, seed=0)
     open_index(tmp_path / "set", "train")
@@ -132,7 +117,7 @@ def test_an_index_that_names_files_outside_of_the_set_reads_none(tmp_path: Path,
         Index(path, tmp_path / "set").read(0)
 
 
-def test_lines_that_would_run_something_are_text(mark: Path, tmp_path: Path) -> None:
+def test_quarantine_lines_with_code_are_ignored(mark: Path, tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     lines = [
         pickle.dumps(Trap(mark)),
@@ -158,7 +143,7 @@ def test_lines_that_would_run_something_are_text(mark: Path, tmp_path: Path) -> 
         "run_dir: !!python/module:antigravity ''",
     ],
 )
-def test_a_config_that_would_run_something_is_refused(text: str, mark: Path, tmp_path: Path) -> None:
+def test_a_config_with_code_is_refused(text: str, mark: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text.format(mark=mark))
     with pytest.raises(InputError, match=r"cannot read .*yaml"):
@@ -167,7 +152,7 @@ def test_a_config_that_would_run_something_is_refused(text: str, mark: Path, tmp
     assert "antigravity" not in sys.modules
 
 
-# --- sets from elsewhere ---
+# --- data sets of others ---
 
 
 def picture() -> bytes:
@@ -183,7 +168,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 
 
 def nasty_tar(path: Path, victim: Path) -> None:
-    """Pictures under names that lead elsewhere, and a link to a folder."""
+    """Write a tar with images whose names point outside of the set, and a link to a folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
         for name in ("../evil", str(victim.parent / "abs"), "sub/../../evil2", "ok"):
@@ -195,11 +180,12 @@ def nasty_tar(path: Path, victim: Path) -> None:
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files below a folder by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
-def test_tars_write_nothing_outside_the_cache_and_links_in_them_lead_nowhere(tmp_path: Path, suffix: str) -> None:
+def test_tars_write_nothing_outside_of_the_cache_and_their_links_are_not_followed(tmp_path: Path, suffix: str) -> None:
     victim = tmp_path / "home/victim.jpg"
     victim.parent.mkdir()
     victim.write_bytes(b"victim")
@@ -215,8 +201,8 @@ def test_tars_write_nothing_outside_the_cache_and_links_in_them_lead_nowhere(tmp
     assert {name: after[name] for name in before} == before
 
 
-def test_a_compressed_shard_is_called_as_the_shard_is(tmp_path: Path) -> None:
-    """Not as its header says, and a link that waits in the cache under that name is replaced, not written through."""
+def test_an_uncompressed_shard_has_the_name_of_the_shard(tmp_path: Path) -> None:
+    """The name in the gzip header is ignored. A link of that name in the cache is replaced and not written through."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"victim")
     nasty_tar(tmp_path / "plain.tar", victim)
@@ -243,9 +229,7 @@ def test_a_cache_that_is_a_link_is_not_used(tmp_path: Path, monkeypatch: pytest.
     assert len(list((tmp_path / "cache/wmse").rglob("train.index"))) == 1
 
 
-def test_prepare_takes_no_tars_and_writes_into_its_folder_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_refuses_tars_and_writes_only_to_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     victim = tmp_path / "victim.jpg"
     victim.write_bytes(b"victim")
     nasty_tar(tmp_path / "tars/train-000000.tar", victim)
@@ -311,7 +295,7 @@ LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z] \S")
 
 @pytest.fixture(scope="module")
 def odd_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list, set]:
-    """A run over a set whose bad files have odd names: its folder, connections seen in its steps, audited network calls."""
+    """Make a run whose unusable images have odd names. Return its folder, its connections, and its network calls."""
     folder = tmp_path_factory.mktemp("odd")
     write_images(folder / "set/train/c", 42, seed=0)
     bad = [folder / "set/train/c" / f"{name}.jpg" for name in ODD_NAMES]
@@ -332,31 +316,23 @@ def odd_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         if watching and event in ("socket.bind", "socket.connect", "socket.sendto", "socket.getaddrinfo"):
             calls.add((event, str(arguments[1:])))
 
-    sys.addaudithook(audit)  # can't be taken off again
+    sys.addaudithook(audit)  # cannot be removed again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ViewLoader, "_collect", look)
-        words = [
-            "pretrain",
-            "--config",
-            folder / "tiny.yaml",
-            "--data.root",
-            folder / "set",
-            "--run_dir",
-            folder / "run",
-        ]
-        assert main([str(word) for word in words]) == 0
+        arguments = ["--config", folder / "tiny.yaml", "--data.root", folder / "set", "--run_dir", folder / "run"]
+        assert main(["pretrain", *map(str, arguments)]) == 0
     watching.clear()
     return folder, connections, calls
 
 
-def test_a_run_of_one_process_neither_listens_nor_connects(odd_run) -> None:
+def test_a_run_of_one_process_opens_no_connection(odd_run) -> None:
     _, connections, calls = odd_run
     assert len(connections) == 9
     assert connections == [[]] * 9
     assert calls == set()
 
 
-def test_names_of_files_are_one_line_of_the_log(odd_run) -> None:
+def test_odd_file_names_stay_on_one_line_of_the_log(odd_run) -> None:
     folder, _, _ = odd_run
     text = (folder / "run/log.txt").read_bytes().decode("utf-8")
     lines = text.removesuffix("\n").split("\n")
@@ -367,7 +343,7 @@ def test_names_of_files_are_one_line_of_the_log(odd_run) -> None:
     assert any("skipped c/\\x1b[2J\\x1b[31mred.jpg" in line for line in lines)
 
 
-def test_names_of_files_are_json_a_line(odd_run) -> None:
+def test_odd_file_names_are_valid_json_lines(odd_run) -> None:
     folder, _, _ = odd_run
     entries = [json.loads(line) for line in (folder / "run/quarantine.jsonl").read_text(encoding="ascii").splitlines()]
     assert len(entries) == len(ODD_NAMES)
@@ -377,17 +353,17 @@ def test_names_of_files_are_json_a_line(odd_run) -> None:
         json.loads(line)
 
 
-def test_a_preview_holds_pixels_only(odd_run) -> None:
+def test_a_preview_contains_only_pixels(odd_run) -> None:
     folder, _, _ = odd_run
-    words = ["preview", "--config", folder / "tiny.yaml", "--data.root", folder / "set", "--out", folder / "p.png"]
-    assert main([str(word) for word in words]) == 0
+    arguments = ["--config", folder / "tiny.yaml", "--data.root", folder / "set", "--out", folder / "p.png"]
+    assert main(["preview", *map(str, arguments)]) == 0
     with Image.open(folder / "p.png") as shown:
         assert shown.format == "PNG"
         assert shown.info == {}
 
 
-def test_no_source_loads_pickles() -> None:
-    """What ruff does not see: torch.load must say weights_only=True, and numpy.load must not allow pickles."""
+def test_no_source_file_loads_pickles() -> None:
+    """Ruff does not check that torch.load has weights_only=True and that numpy.load does not allow pickles."""
     for folder in ("trainer", "kernels", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""The parts of a run, put together. (Whole runs: tests/integration/test_run.py.)"""
+"""Construction of the parts of a run. tests/integration/test_run.py tests whole runs."""
 
 import errno
 import logging
@@ -25,6 +25,7 @@ from trainer.setup import Run, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
+    """Return a run with the tiny config and more settings."""
     config = load_config(tiny_config, ["--data.root", str(tiny_set), *more])
     return set_up(config, Ranks(), torch.device("cpu"), tiny_config.parent)
 
@@ -38,18 +39,18 @@ def test_the_seed_decides_the_initial_weights(tiny_set: Path, tiny_config: Path)
     assert not torch.equal(first, other)
 
 
-def test_settings_reach_the_parts_they_are_for(tiny_set: Path, tiny_config: Path) -> None:
-    words = ("--views.num_views", "3", "--precision", "bf16", "--wmse.eps", "0.1", "--max_steps", "100")
-    run = run_of(tiny_set, tiny_config, *words)
+def test_settings_reach_their_parts(tiny_set: Path, tiny_config: Path) -> None:
+    settings = ("--views.num_views", "3", "--precision", "bf16", "--wmse.eps", "0.1", "--max_steps", "100")
+    run = run_of(tiny_set, tiny_config, *settings)
     assert (run.step.num_views, run.step.autocast_dtype) == (3, torch.bfloat16)
     assert run.planner.steps_per_epoch == 3
     assert run.end_step == run.schedule.total_steps == 9  # max_steps does not make a run longer
 
 
-def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path, tiny_config: Path) -> None:
-    words = ("--data.images_per_step", "48", "--optimizer.accumulation_steps", "3")
-    assert run_of(tiny_set, tiny_config, *words).step.micro_batches == 3
-    config = load_config(tiny_config, words)
+def test_a_local_batch_that_cannot_be_divided_into_micro_batches_is_refused(tiny_set: Path, tiny_config: Path) -> None:
+    settings = ("--data.images_per_step", "48", "--optimizer.accumulation_steps", "3")
+    assert run_of(tiny_set, tiny_config, *settings).step.micro_batches == 3
+    config = load_config(tiny_config, settings)
     with pytest.raises(
         InputError, match=r"accumulation_steps is 3: the 32 images .*multiples of 16 images.*; use 1, 2$"
     ):
@@ -57,26 +58,26 @@ def test_a_rank_whose_images_do_not_divide_into_parts_is_refused(tiny_set: Path,
     with pytest.raises(
         InputError, match=r"accumulation_steps is 3: .*multiples of 48 images, which wmse needs.*; possible values: 1$"
     ):
-        load_config(tiny_config, [*words, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
+        load_config(tiny_config, [*settings, "--wmse.iterations", "2", "--wmse.permutation_block", "48"])
 
 
-def test_blocks_are_kept_together_only_where_they_are_permuted(tiny_config: Path) -> None:
-    words = ["--wmse.permutation_block", "32", "--data.images_per_step", "32"]
-    assert indivisible_images(load_config(tiny_config, words)) == 16
-    assert indivisible_images(load_config(tiny_config, [*words, "--wmse.iterations", "2"])) == 32
+def test_permutation_blocks_are_indivisible_only_with_several_iterations(tiny_config: Path) -> None:
+    settings = ["--wmse.permutation_block", "32", "--data.images_per_step", "32"]
+    assert indivisible_images(load_config(tiny_config, settings)) == 16
+    assert indivisible_images(load_config(tiny_config, [*settings, "--wmse.iterations", "2"])) == 32
 
 
-def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_set_of_another_size_gives_a_warning(tiny_config: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(tiny_config, ["--data.expected_images", "50"])
     with caplog.at_level(logging.WARNING):
         check_set_size(config, 50)
         assert not caplog.records
-        check_set_size(config, 16)  # one step: enough
+        check_set_size(config, 16)  # enough for one step
     assert "expects 50 training images, this data set has 16" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("interpreted", "words", "message"),
+    ("interpreted", "settings", "message"),
     [
         (
             "0",
@@ -96,12 +97,12 @@ def test_a_set_of_another_size_is_warned_of(tiny_config: Path, caplog: pytest.Lo
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_before_the_set_is_read(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, interpreted: str, words: list[str], message: str
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, interpreted: str, settings: list[str], message: str
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     with pytest.raises(InputError, match=message):
-        run_of(Path("no_such_set"), tiny_config, *words)
+        run_of(Path("no_such_set"), tiny_config, *settings)
 
 
 def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(
@@ -122,7 +123,7 @@ def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(
         open_cache(config, index, Ranks())
 
 
-def test_read_only_shared_memory_is_reported_and_its_clean_up_hides_no_error(
+def test_the_clean_up_of_read_only_shared_memory_does_not_hide_the_error(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -146,17 +147,17 @@ def test_read_only_shared_memory_is_reported_and_its_clean_up_hides_no_error(
         ({"autotune": True, "cuda_graphs": True}, False, None),
     ],
 )
-def test_what_the_compiler_is_told(
+def test_the_compiler_gets_the_mode_threads_and_memory_budget(
     settings: dict[str, bool], on_gpu: bool, mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inductor alone would start up to 32 processes for each rank of a node."""
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: told.update(options))
+    """By default Inductor would start up to 32 processes for each rank of a node."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.update(options))
     monkeypatch.setattr("trainer.models.compile.own_cores", lambda: 3)
     config = replace(Config(), model=replace(Config().model, activation_memory_budget=0.7), **settings)
     with torch._inductor.config.patch(compile_threads=1), torch._functorch.config.patch(activation_memory_budget=1.0):
         compile_networks(nn.Linear(1, 1), config, torch.device("cuda" if on_gpu else "cpu"))
         assert torch._inductor.config.compile_threads == 3
         assert torch._functorch.config.activation_memory_budget == 0.7
-    assert told["mode"] == mode
-    assert told["fullgraph"]
+    assert given["mode"] == mode
+    assert given["fullgraph"]

@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
-def test_each_signal_asks_to_stop_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+def test_each_signal_asks_to_stop_and_the_old_handler_is_restored(number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in SIGNALS]
     with stop_on_signals() as stop:
         stop.allow(60)
@@ -29,7 +29,7 @@ def test_each_signal_asks_to_stop_and_the_old_handler_comes_back(number: signal.
     assert [signal.getsignal(n) for n in SIGNALS] == before
 
 
-def test_only_a_second_interrupt_is_left_to_the_system() -> None:
+def test_the_first_interrupt_restores_the_default_handler_for_the_second() -> None:
     with stop_on_signals() as stop:
         stop.allow(60)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -54,7 +54,7 @@ def test_a_signal_does_not_weaken_a_request_to_stay_stopped() -> None:
     assert stop.level == STOP
 
 
-# The main thread hangs in C code for 60 s and never runs a Python handler: a lock that nobody releases, inside ctypes.
+# The main thread hangs in C code, on a lock that is never released, so that it runs no Python signal handler.
 HANG = """
 import ctypes, sys, time
 from trainer.run.signals import stop_on_signals
@@ -73,7 +73,7 @@ with stop_on_signals() as stop:
 
 @pytest.fixture
 def hanging() -> Callable[[str], subprocess.Popen[str]]:
-    """Starts a process whose main thread hangs after it ran a line with the stop request."""
+    """Return a function that starts a process. Its main thread runs a line of code with `stop` and then hangs."""
 
     def begin(allow: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -109,7 +109,7 @@ def test_a_run_that_hangs_in_a_step_ends_after_the_time_limit(hanging: Callable[
 
 @pytest.mark.slow
 def test_a_log_that_hangs_does_not_delay_the_end(hanging: Callable[[str], subprocess.Popen[str]]) -> None:
-    """Another thread is stuck in a write to the log, and holds the lock of its handler."""
+    """Another thread hangs in a write to the log and holds the lock of its handler."""
     process = hanging("import logging; logging.lastResort.acquire()")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == PREEMPTED
@@ -122,7 +122,7 @@ def test_a_second_interrupt_ends_a_process_that_hangs(hanging: Callable[[str], s
     assert "received SIGINT" in process.stderr.readline()
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    # by the thread; or by the system, if the first one came just before the main thread hung: 130 in a shell
+    # ended by the thread, or by the system if the first signal came just before the main thread hung
     assert process.wait(20) in (INTERRUPTED, -signal.SIGINT)
 
 

@@ -9,7 +9,7 @@ from trainer.cluster.site import Site, evaluator_site, load_site, split_site_wor
 from trainer.errors import InputError
 
 
-def test_the_example_is_read() -> None:
+def test_the_example_file_is_valid() -> None:
     site = load_site(ROOT / "slurm" / "cluster.yaml", [])
     assert (site.partition, site.gpus_per_node, site.exclusive, site.memory) == ("gpu", 8, True, "0")
     assert site.environment["NCCL_DEBUG"] == "WARN"
@@ -18,7 +18,7 @@ def test_the_example_is_read() -> None:
 
 
 def test_times_need_no_quotes(tmp_path: Path) -> None:
-    """YAML 1.1 reads 24:00:00 as 86,400."""
+    """YAML 1.1 would read 24:00:00 as the number 86,400."""
     path = tmp_path / "site.yaml"
     path.write_text("time: 24:00:00\nevaluator: {time: 1:30:00}\n")
     site = load_site(path, [])
@@ -49,7 +49,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         ("partition: a\npartition: b", "is given twice"),
     ],
 )
-def test_wrong_options_are_named(yaml: str, message: str, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(yaml: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(yaml)
     with pytest.raises(InputError, match=message):
@@ -65,8 +65,18 @@ def test_only_plain_options_come_from_the_command_line() -> None:
         evaluator_site(Site(evaluator={"evaluator": "x"}))
 
 
-def test_words_are_split_into_site_options_and_settings() -> None:
-    words = ["--seed", "1", "--partition", "low", "--time=30", "--data.root", "/set", "--views.crop_area", "[0.2,1]"]
-    site, settings = split_site_words(words)
+def test_arguments_are_split_into_site_options_and_settings() -> None:
+    arguments = [
+        "--seed",
+        "1",
+        "--partition",
+        "low",
+        "--time=30",
+        "--data.root",
+        "/set",
+        "--views.crop_area",
+        "[0.2,1]",
+    ]
+    site, settings = split_site_words(arguments)
     assert site == ["--partition", "low", "--time=30"]
     assert settings == ["--seed", "1", "--data.root", "/set", "--views.crop_area", "[0.2,1]"]

@@ -1,4 +1,4 @@
-"""The two splits of an evaluation: classes by name, log lines, and what is refused before anything is encoded."""
+"""Splits of an evaluation: classes are matched by name, and unusable splits are refused before images are encoded."""
 
 import json
 import logging
@@ -34,6 +34,7 @@ def write_shard(path: Path, labels: list[int]) -> None:
 
 
 def place_of(root: Path, train: list[int], val: list[int]) -> Place:
+    """Write shards of two splits with these labels, and return where they are evaluated."""
     write_shard(root / "train-000000.tar", train)
     write_shard(root / "val-000000.tar", val)
     (root / "tiny.yaml").write_text(TINY)
@@ -41,7 +42,7 @@ def place_of(root: Path, train: list[int], val: list[int]) -> Place:
 
 
 def test_a_class_without_test_images_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The last class as well, which shards without class names do not show."""
+    """This includes the last class, whose number appears only in the training shards."""
     with caplog.at_level(logging.INFO):
         train, test = open_splits(place_of(tmp_path, [0, 0, 1, 2, 2, 2, 3], [0, 2, 2]))
     assert test.labels.tolist() == [0, 2, 2]
@@ -54,13 +55,12 @@ def test_a_class_without_training_images_is_named_and_its_images_count_as_wrong(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train, test = open_splits(place_of(tmp_path, [0, 1, 1], [0, 4, 4, 1]))
-    assert min(label for label in test.labels if label > 1) >= len(
-        train.class_names
-    )  # a number that is never predicted
+    # the label of class 4 is a number that is never predicted
+    assert min(label for label in test.labels if label > 1) >= len(train.class_names)
     assert "no image of 1 classes of the split 'val', whose 2 images count as wrong: 4" in caplog.text
 
 
-def test_classes_are_compared_by_name_not_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_are_matched_by_name_and_not_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(tmp_path, [0, 1, 2], [0, 1, 2])
     original = distributed.open_images
 
@@ -84,7 +84,9 @@ def test_classes_are_compared_by_name_not_by_number(tmp_path: Path, monkeypatch:
         ([-1, -1], [0, 1], r"'train' in .* has no labelled images"),
     ],
 )
-def test_splits_without_a_figure_are_refused(train: list[int], val: list[int], message: str, tmp_path: Path) -> None:
+def test_splits_that_cannot_be_evaluated_are_refused(
+    train: list[int], val: list[int], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "dataset.json").write_text(json.dumps({"class_names": ["0", "1", "2", "3"]}))
     with pytest.raises(InputError, match=message):
         open_splits(place_of(tmp_path, train, val))
@@ -97,10 +99,10 @@ def test_images_without_a_label_are_counted(tmp_path: Path, caplog: pytest.LogCa
     assert "split train: 4 images, 2 classes with 1 image each, 2 images without a label" in caplog.text
 
 
-def test_files_that_were_never_indexed_are_counted(
+def test_unusable_files_of_the_index_are_counted(
     tiny_set: Path, tmp_path: Path, tiny_config: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At every evaluation, not only at the first, which builds the index."""
+    """Every evaluation counts them, not only the first one, which builds the index."""
     shutil.copytree(tiny_set / "train", tmp_path / "set" / "train")
     shutil.copytree(tiny_set / "val", tmp_path / "set" / "val")
     next((tmp_path / "set" / "val" / "cats").iterdir()).write_bytes(b"no picture")

@@ -1,4 +1,4 @@
-"""wmse status: every kind of run folder, with and without SLURM; the table's width; the keys of --json."""
+"""wmse status: all kinds of run folders, with and without SLURM, the width of the table, and the keys of --json."""
 
 import json
 import os
@@ -33,7 +33,7 @@ Slurm = Callable[..., None]
 
 
 def write_run(folder: Path, age: float = 1.0, **changed: Any) -> Path:
-    """A run whose last heartbeat was so many seconds ago."""
+    """Write the folder of a run whose last heartbeat is `age` seconds old."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state.json").write_text(json.dumps(FULL | {"heartbeat": time.time() - age} | changed))
     (folder / "config.yaml").write_text("data: {images_per_step: 4096}\n")
@@ -46,6 +46,7 @@ def write_result(run_dir: Path, name: str, **result: float) -> None:
 
 
 def table(width: int, *run_dirs: Path) -> list[str]:
+    """Return the lines of the table that a terminal of this width shows."""
     out = StringIO()
     print_status(describe_runs(run_dirs), Console(file=out, width=width))
     return out.getvalue().splitlines()
@@ -53,7 +54,7 @@ def table(width: int, *run_dirs: Path) -> list[str]:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """What SLURM knows: slurm(**{"5": "RUNNING"}) or a Job."""
+    """Return a function that adds a job to those that SLURM knows."""
     known: dict[str, Job] = {}
     monkeypatch.setattr(status, "find_jobs", lambda ids: {i: known[i] for i in ids if i in known})
 
@@ -63,7 +64,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     return knows
 
 
-def test_a_running_run(tmp_path: Path, slurm: Slurm) -> None:
+def test_a_running_run_is_shown_with_job_and_evaluation(tmp_path: Path, slurm: Slurm) -> None:
     run = write_run(tmp_path / "a", job={"id": "52_0", "restarts": 2})
     slurm("52_0", "RUNNING", start="2026-01-01T00:00:00")
     write_result(run, "knn_99.json", top1=99.0)
@@ -90,8 +91,8 @@ def test_a_running_run(tmp_path: Path, slurm: Slurm) -> None:
         assert part in text
 
 
-def test_queued_before_the_first_start_and_after_slurm_forgot(tmp_path: Path, slurm: Slurm) -> None:
-    """launch.json alone."""
+def test_a_run_that_was_never_started_is_queued(tmp_path: Path, slurm: Slurm) -> None:
+    """Its folder holds only launch.json."""
     (tmp_path / "launch.json").write_text(json.dumps({"cluster": "slurm", "job_id": "77"}))
     (row,) = describe_runs([tmp_path])
     assert set(row) == KEYS
@@ -131,9 +132,9 @@ def test_a_run_that_has_ended_is_not_lost(final: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "job_state", "shown"),
     [
-        ("failed", "PENDING", "requeued"),  # it lost a node
+        ("failed", "PENDING", "requeued"),  # the run lost a node
         ("failed", "FAILED", "failed"),
-        ("queued", "FAILED", "queued (job FAILED)"),  # ended while it copied its data
+        ("queued", "FAILED", "queued (job FAILED)"),  # the job ended while it copied its data
         ("preempted", "CANCELLED", "preempted (job CANCELLED)"),
         ("preempted", "PENDING", "preempted"),
     ],
@@ -146,7 +147,7 @@ def test_slurm_overrides_the_state_of_the_run(
     assert (row["state"], row["status"]) == (shown, status)
 
 
-def test_runs_of_older_versions(tmp_path: Path) -> None:
+def test_runs_of_older_versions_are_shown(tmp_path: Path) -> None:
     old = {"status": "running", "exit_code": None, "step": 4, "starts": 1, "time": "2025-01-01T00:00:00+0000"}
     (tmp_path / "state.json").write_text(json.dumps(old))
     (row,) = describe_runs([tmp_path])
@@ -197,7 +198,7 @@ def test_texts_of_a_run_cannot_move_the_cursor_or_be_markup(tmp_path: Path) -> N
     assert "\x1b" not in text
 
 
-def test_a_folder_that_can_only_be_read(tmp_path: Path) -> None:
+def test_a_read_only_run_folder_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "x")
     before = {path: path.stat().st_mtime_ns for path in run.iterdir()}
     run.chmod(0o555)
@@ -208,7 +209,7 @@ def test_a_folder_that_can_only_be_read(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.iterdir()} == before
 
 
-def test_three_runs_fit_80_columns_and_a_wide_terminal_shows_a_line_each(tmp_path: Path, slurm: Slurm) -> None:
+def test_the_table_fits_80_columns_and_a_wide_terminal_shows_a_line_for_each_run(tmp_path: Path, slurm: Slurm) -> None:
     runs = [
         write_run(tmp_path / f"seed-{seed}", job={"id": f"1234567_{seed}", "restarts": 0}, age=300) for seed in range(3)
     ]
@@ -239,13 +240,16 @@ def test_three_runs_fit_80_columns_and_a_wide_terminal_shows_a_line_each(tmp_pat
 # --- the command ---
 
 
-def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert main(["status", *words, "--json"]) == 0
+def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the runs that `wmse status ARGUMENTS` shows."""
+    assert main(["status", *arguments, "--json"]) == 0
     return [row["run"] for row in json.loads(capsys.readouterr().out)]
 
 
-def test_folders_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks of an array in the order of their numbers; without words all in ./runs."""
+def test_folders_of_several_runs_are_expanded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks of an array are sorted by number. Without arguments all runs in ./runs are shown."""
     for name in ("runs/array/seed-10", "runs/array/seed-2", "runs/one", "elsewhere"):
         write_run(tmp_path / name)
     (tmp_path / "runs" / "array" / "slurm").mkdir()
@@ -268,13 +272,13 @@ def test_a_folder_without_a_run_is_refused(
     assert "is not a folder" in capsys.readouterr().err
 
 
-def test_it_starts_without_torch_timm_and_dali(tmp_path: Path) -> None:
+def test_status_imports_neither_torch_nor_timm_nor_dali(tmp_path: Path) -> None:
     write_run(tmp_path)
     program = (
         "import sys; from trainer.cli import main; code = main(sys.argv[1:]); "
         "print(code, {'torch', 'timm', 'nvidia.dali', 'numpy', 'submitit'} & set(sys.modules))"
     )
-    words = [sys.executable, "-c", program, "status", str(tmp_path)]
+    command = [sys.executable, "-c", program, "status", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=env)
     assert done.stdout.splitlines()[-1] == "0 set()"

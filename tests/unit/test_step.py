@@ -1,4 +1,4 @@
-"""One update. (Over ranks: tests/integration/test_two_ranks.py.)"""
+"""One update on one rank. tests/integration/test_two_ranks.py tests updates over ranks."""
 
 import shutil
 from contextlib import nullcontext
@@ -46,6 +46,7 @@ def build(
     images: int = IMAGES,
     **model_options: Any,
 ) -> TrainStep:
+    """Return the step of a small W-MSE model."""
     config = replace(
         CONFIG,
         precision=PRECISION[autocast_dtype],
@@ -64,28 +65,28 @@ def pixels(seed: int, images: int = IMAGES) -> Tensor:
 
 
 def learnt(step: TrainStep) -> list[Tensor]:
-    """Everything that a failed step leaves alone."""
+    """Return copies of weights, running statistics and moments, which a skipped update does not change."""
     statistics = [b for name, b in step.method.networks.named_buffers() if "running" in name]
     moments = [state["momentum_buffer"] for state in step.optimizer.state.values()]
     return [value.detach().clone() for value in (*step.method.networks.parameters(), *statistics, *moments)]
 
 
-def test_a_failed_step_leaves_all_as_the_last_good_one_did() -> None:
+def test_a_skipped_update_changes_no_weight_statistic_or_moment() -> None:
     step = build()
     assert not step(pixels(1), 0, 0.1).skipped
     before = learnt(step)
     same = pixels(2)
-    same[IMAGES - 8 : IMAGES] = same[:1]  # the first view's last slice holds one picture eight times
+    same[IMAGES - 8 : IMAGES] = same[:1]  # the last slice of the first view holds one image eight times
     result = step(same, 0, 0.1)
     assert result.skipped
     assert result.metrics["min_pivot"] == 0
     assert all(torch.equal(a, b) for a, b in zip(learnt(step), before, strict=True))
     assert not step(pixels(3), 0, 0.1).skipped
     unchanged = [a.shape for a, b in zip(learnt(step), before, strict=True) if torch.equal(a, b)]
-    assert unchanged in ([], [(MODEL.embedding_size,)])  # the last bias: whitening takes the mean off
+    assert unchanged in ([], [(MODEL.embedding_size,)])  # the last bias has no gradient: whitening removes the mean
 
 
-def test_embeddings_that_are_not_finite_are_a_failure() -> None:
+def test_embeddings_that_are_not_finite_skip_the_update() -> None:
     step = build()
     with torch.no_grad():
         step.method.networks.projector.last.weight.fill_(float("nan"))
@@ -106,7 +107,7 @@ def test_embeddings_that_are_not_finite_are_a_failure() -> None:
         {"backend": "reference"},
     ],
 )
-def test_the_loss_is_the_one_configured(changed: dict[str, object]) -> None:
+def test_the_loss_follows_its_settings(changed: dict[str, object]) -> None:
     loss = replace(LOSS, **changed)
     step = build(loss)
     result = step(pixels(1), 7, 0.1)
@@ -125,7 +126,7 @@ def test_the_loss_is_the_one_configured(changed: dict[str, object]) -> None:
 
 
 def test_cholesky_in_float64_is_exact_for_ill_conditioned_embeddings() -> None:
-    """Rows whose columns differ by a factor of 1000, and all of which nearly agree."""
+    """The columns of the rows are nearly equal, so that the covariance has a condition of about 1e7."""
     torch.manual_seed(0)
     rows = torch.randn(VIEWS * IMAGES, 4) @ (torch.ones(4, 4) + 1e-3 * torch.eye(4))
     exact = wmse_loss_with_status(
@@ -138,19 +139,19 @@ def test_cholesky_in_float64_is_exact_for_ill_conditioned_embeddings() -> None:
     assert errors[1] < errors[0] / 10
 
 
-def test_a_backend_that_is_named_is_used() -> None:
+def test_a_named_backend_is_used() -> None:
     with pytest.raises(ValueError, match="nowhere"):
         build(replace(LOSS, backend="nowhere"))(pixels(1), 0, 0.1)
 
 
-def test_gradients_do_not_pile_up() -> None:
+def test_gradients_are_cleared_after_the_update() -> None:
     step = build()
     step(pixels(1), 0, 0.1)
     assert all(p.grad is None for p in step.method.networks.parameters())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_the_encoder_works_in_the_precision_asked_for(dtype: torch.dtype | None) -> None:
+def test_the_encoder_computes_in_the_autocast_dtype(dtype: torch.dtype | None) -> None:
     step, seen = build(autocast_dtype=dtype), []
     step.method.networks.encoder.layer1.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     step(pixels(1), 0, 0.1)
@@ -158,7 +159,7 @@ def test_the_encoder_works_in_the_precision_asked_for(dtype: torch.dtype | None)
 
 
 def gradients_of(step: TrainStep, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What the optimizer is given."""
+    """Return the gradients that the optimizer gets."""
     seen: list[Tensor] = []
     monkeypatch.setattr(
         "trainer.step.update",
@@ -168,24 +169,24 @@ def gradients_of(step: TrainStep, rows: Tensor, monkeypatch: pytest.MonkeyPatch)
     return seen
 
 
-def test_micro_batches_add_up_to_the_mean_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches of 16 images, each with two slicings of its own: as if each were a rank's."""
+def test_the_gradient_is_the_mean_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches of 16 images have the same iterations as on two ranks."""
     loss = WMSESettings(slice_size=8, iterations=2, permutation_block=16)
     rows = pixels(1, images=32)
     by_view = rows.unflatten(0, (VIEWS, 32))
     expected = []
     for part in range(2):
-        own = by_view[:, 16 * part : 16 * part + 16].flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        images = by_view[:, 16 * part : 16 * part + 16].flatten(0, 1).contiguous(memory_format=torch.channels_last)
         step = build(loss, images=32)
         step.images = ImageRange(16 * part, 16)
-        expected.append(gradients_of(step, own, monkeypatch))
+        expected.append(gradients_of(step, images, monkeypatch))
     found = gradients_of(build(loss, accumulation_steps=2, images=32), rows, monkeypatch)
     for gradient, first, second in zip(found, *expected, strict=True):
         torch.testing.assert_close(gradient, (first + second) / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_in_parts_returns_what_an_undivided_one_does() -> None:
-    """Embeddings in the order of the rows, the mean loss, the failure of a slice in one part only."""
+def test_a_step_joins_the_results_of_its_micro_batches() -> None:
+    """It returns the embeddings in the order of the rows, the mean loss, and the failure of one micro-batch."""
     step = build(accumulation_steps=2)
     order = []
     step.method.networks.register_forward_hook(lambda module, inputs, output: order.append(output.detach().clone()))
@@ -200,13 +201,13 @@ def test_a_step_in_parts_returns_what_an_undivided_one_does() -> None:
     torch.testing.assert_close(result.metrics["min_pivot"], smallest, rtol=1e-3, atol=1e-6)
     before = learnt(step)
     same = pixels(2)
-    same[2 * IMAGES - 8 : 2 * IMAGES] = same[:1]  # the second part of the second view
+    same[2 * IMAGES - 8 : 2 * IMAGES] = same[:1]  # the second micro-batch of the second view
     result = step(same, 0, 0.1)
     assert result.flags.fault == step.fault_codes[1]
     assert all(torch.equal(a, b) for a, b in zip(learnt(step), before, strict=True))
 
 
-def test_parts_are_channels_last_without_another_copy() -> None:
+def test_micro_batches_are_channels_last() -> None:
     rows = pixels(1)
     parts = split_images(rows, VIEWS, 2)
     for part, images in zip(parts, (slice(0, 8), slice(8, 16)), strict=True):
@@ -215,17 +216,17 @@ def test_parts_are_channels_last_without_another_copy() -> None:
 
 
 def test_fp16_scales_the_loss_and_not_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp16 the gradient is the float32 one but for rounding; without a scale most of it would be lost."""
+    """The fp16 gradient equals the float32 one up to rounding. Without a scale most of it would be lost."""
     exact = gradients_of(build(), pixels(1), monkeypatch)
     step = build(autocast_dtype=torch.float16)
     assert step.grad_scaler is not None
-    step.grad_scaler.scale.fill_(2.0**6)  # gradients of so small a model reach 60
+    step.grad_scaler.scale.fill_(2.0**6)  # the gradients of this small model reach 60
     found = gradients_of(step, pixels(1), monkeypatch)
     error = sum((a - b).square().sum() for a, b in zip(found, exact, strict=True)).sqrt()
     assert error < 0.3 * sum(b.square().sum() for b in exact).sqrt()
 
 
-def test_an_overflow_of_fp16_halves_the_scale_and_nothing_else() -> None:
+def test_an_fp16_overflow_halves_the_scale_and_changes_nothing_else() -> None:
     step = build(autocast_dtype=torch.float16)
     step.grad_scaler.scale.fill_(2.0**60)
     before = learnt(step)[: len(list(step.method.networks.parameters()))]
@@ -233,25 +234,22 @@ def test_an_overflow_of_fp16_halves_the_scale_and_nothing_else() -> None:
     assert result.flags.fault == GRADIENT_FAULT
     assert step.grad_scaler.scale == 2.0**59
     assert all(torch.equal(a, b) for a, b in zip(learnt(step), before, strict=False))
-    assert result.loss < 5  # as it is, not scaled
+    assert result.loss < 5  # the returned loss is not scaled
     step.grad_scaler.scale.fill_(2.0**10)
     assert not step(pixels(1), 0, 0.1).skipped
     assert step.grad_scaler.scale == 2.0**10
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_no_value_is_read_from_the_device(
-    dtype: torch.dtype | None, accumulation_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the meta device tensors have no values: whatever would wait for one, or copy one to the host, raises."""
-    monkeypatch.setattr(torch, "autocast", lambda *arguments, **keywords: nullcontext())  # it knows no such device
+def test_micro_batches_and_loss_scaling_read_no_value_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the meta device have no values, so that reading one on the host raises.
+
+    tests/unit/test_methods.py tests the same for a step of every method without these options.
+    """
+    monkeypatch.setattr(torch, "autocast", lambda *arguments, **keywords: nullcontext())  # does not support meta
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *arguments: False)
     nowhere = torch.device("meta")
-    step, sums = (
-        build(autocast_dtype=dtype, accumulation_steps=accumulation_steps, device=nowhere),
-        MetricSums(WMSE.metrics, nowhere),
-    )
+    step = build(autocast_dtype=torch.float16, accumulation_steps=2, device=nowhere)
+    sums = MetricSums(WMSE.metrics, nowhere)
     for _ in range(2):
         result = step(pixels(1).to(nowhere), 0, 0.1, stop=True)
         sums.add(result)
@@ -263,7 +261,7 @@ def test_no_value_is_read_from_the_device(
 @pytest.mark.parametrize("batch_norm", ["joint", "per_view"])
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_activation_checkpointing_changes_no_statistics(accumulation_steps: int, batch_norm: str) -> None:
-    """Backward runs the encoder's forward again; the running statistics, and with them the evaluation, stay the same."""
+    """Backward runs the encoder's forward pass again, which must not update the running statistics a second time."""
     plain, checkpointed = (
         build(
             accumulation_steps=accumulation_steps,
@@ -288,10 +286,11 @@ def test_activation_checkpointing_changes_no_statistics(accumulation_steps: int,
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
-def test_a_compiled_step_is_the_eager_one() -> None:
-    """By the real compiler, on this CPU, which takes half a second for each kernel: so with the first stage of the encoder
-    alone. The second step's loss comes from the first one's update. Under a memory budget, which has BatchNorm and ReLU
-    computed again in backward."""
+def test_a_compiled_step_equals_the_eager_one() -> None:
+    """The real compiler takes half a second for each kernel on a CPU, so the encoder has only its first stage.
+
+    The second loss depends on the first update. The memory budget makes backward recompute BatchNorm and ReLU.
+    """
     eager, compiled = build(), build()
     for step in (eager, compiled):
         networks = step.method.networks

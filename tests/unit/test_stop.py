@@ -1,4 +1,4 @@
-"""wmse stop, where the run does not run just now. (One that does: tests/integration/test_cluster.py and tests/slurm.)"""
+"""wmse stop of runs that no process runs. tests/integration/test_cluster.py and tests/slurm test running ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Slurm = Callable[[str], None]
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """Has SLURM say that every job is in one state; scancel notes what it cancels in tmp_path/cancelled."""
+    """Return a function that sets the state of all SLURM jobs. scancel writes its arguments to tmp_path/cancelled."""
     programs = tmp_path / "bin"
     programs.mkdir()
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
@@ -40,13 +40,14 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def write_run(run_dir: Path, status: str, *, silent_seconds: float = 0, **state: Any) -> None:
+    """Write the folder of a run whose last heartbeat is `silent_seconds` old."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "launch.json").write_text(json.dumps({"job_id": "12_3"}))
     content = {"status": status, "step": 5, "heartbeat": time.time() - silent_seconds, **state}
     (run_dir / "state.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("status", ["queued", "preempted", "running"])  # the last: its node was lost
+@pytest.mark.parametrize("status", ["queued", "preempted", "running"])  # "running" remains after the loss of a node
 def test_a_run_that_waits_in_the_queue_is_cancelled(status: str, slurm: Slurm, tmp_path: Path) -> None:
     slurm("PENDING")
     write_run(tmp_path / "run", status, silent_seconds=9000, total_steps=9)
@@ -79,7 +80,7 @@ def test_a_run_that_was_killed_is_marked_as_stopped(status: str, job_state: str,
     assert json.loads((tmp_path / "run" / "state.json").read_text())["status"] == "stopped"
 
 
-def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_dead_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "running", silent_seconds=25, job=None, host=socket.gethostname(), pid=2**22 + 1)
     assert "no process was running it" in stop_run(tmp_path / "run", 60)
 
@@ -97,7 +98,7 @@ def test_odd_files_are_refused_with_a_reason(odd: str, tmp_path: Path) -> None:
         stop_run(run_dir, 5)
 
 
-def test_a_run_that_failed_because_it_lost_a_node_waits_in_the_queue_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_requeued_run_that_lost_a_node_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     slurm("PENDING")
     write_run(tmp_path / "run", "failed")
     assert "is now cancelled" in stop_run(tmp_path / "run", 5)
@@ -108,7 +109,7 @@ def test_a_run_that_failed_because_it_lost_a_node_waits_in_the_queue_again(slurm
 
 def test_the_stop_file_names_the_job(slurm: Slurm, tmp_path: Path) -> None:
     slurm("RUNNING")
-    write_run(tmp_path / "run", "queued", silent_seconds=600)  # it runs, but still copies its data
+    write_run(tmp_path / "run", "queued", silent_seconds=600)  # the job runs, but still copies its data
     with pytest.raises(InputError, match="asked to stop"):
         stop_run(tmp_path / "run", 0.1)
     assert stop_file(tmp_path / "run").read_text() == "12_3"

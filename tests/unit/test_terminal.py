@@ -1,4 +1,4 @@
-"""A run goes on and log.txt is complete when its terminal is gone."""
+"""A run continues and log.txt is complete when its terminal is closed."""
 
 import errno
 import io
@@ -19,7 +19,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class Terminal(io.StringIO):
-    """A terminal that is closed after so many writes: whatever is written then fails as the kernel lets it fail."""
+    """Terminal that is closed after `writes` writes; later ones fail with EIO, as those to a closed terminal do."""
 
     def __init__(self, writes: int) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ def test_a_run_outlives_its_terminal_and_log_txt_is_complete(
 ) -> None:
     terminal = Terminal(writes)
     monkeypatch.setattr(sys, "stderr", terminal)
-    words = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "4"]
-    assert main(["pretrain", "--config", str(tiny_config), *words]) == 0
+    settings = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "run"), "--max_steps", "4"]
+    assert main(["pretrain", "--config", str(tiny_config), *settings]) == 0
     assert sys.stderr is terminal
     assert state(tmp_path / "run") == ("paused", 0, 4)
     log = (tmp_path / "run" / "log.txt").read_text()
@@ -68,10 +68,10 @@ def test_stderr_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stderr is None
 
 
-def test_lines_are_written_two_steps_late_and_stamped_when_measured(
+def test_metrics_are_written_two_steps_late_with_the_time_of_measurement(
     tiny_set: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line every fourth step: that of step 4 is there when step 6 has been made."""
+    """With a line every fourth step, the line of step 4 is written at the end of step 6."""
     from trainer.metrics import MetricsWriter
 
     run_dir, there = tmp_path / "run", {}
@@ -82,7 +82,8 @@ def test_lines_are_written_two_steps_late_and_stamped_when_measured(
         there[step] = (time.time(), [line["step"] for line in metrics(run_dir)])
 
     monkeypatch.setattr(MetricsWriter, "show_step", note)
-    words = ["--data.root", str(tiny_set), "--run_dir", str(run_dir), "--log.every_steps", "4"]
-    assert main(["pretrain", "--config", str(tiny_config), *words]) == 0
-    assert [there[step][1] for step in (4, 6, 7)] == [[], [], [4]]  # asked before the lines of a step's end are written
+    settings = ["--data.root", str(tiny_set), "--run_dir", str(run_dir), "--log.every_steps", "4"]
+    assert main(["pretrain", "--config", str(tiny_config), *settings]) == 0
+    # `note` runs before the lines at the end of its step are written
+    assert [there[step][1] for step in (4, 6, 7)] == [[], [], [4]]
     assert json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])["time"] <= there[4][0] + 0.001

@@ -1,4 +1,4 @@
-"""A watchdog warns, and ends a process that nothing else ends."""
+"""The watchdog warns of a process without progress and ends it after a limit."""
 
 import logging
 import os
@@ -12,14 +12,13 @@ import pytest
 from tests.conftest import ROOT
 from trainer.run.watchdog import Watchdog
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # `ends` raises in a thread
+# the fixture `ends` raises in a thread
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Exit codes with which the process would have ended."""
+    """Return the list of exit codes with which the process would have ended."""
     codes: list[int] = []
 
     def end(code: int) -> None:
@@ -34,7 +33,7 @@ def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
-def test_progress_keeps_it_silent(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_with_progress_there_are_no_warnings(ends: list[int], caplog: pytest.LogCaptureFixture) -> None:
     with Watchdog(0.8, lambda: "", []) as watchdog:
         for step in range(10):
             watchdog.doing(f"waits for the images of step {step}", limit=1.0)
@@ -43,7 +42,7 @@ def test_progress_keeps_it_silent(ends: list[int], caplog: pytest.LogCaptureFixt
     assert caplog.records == []
 
 
-def test_it_warns_each_time_the_wait_has_doubled_and_then_ends_the_process(
+def test_warnings_come_after_doubling_waits_and_then_the_process_ends(
     ends: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     last = []
@@ -112,17 +111,17 @@ with Watchdog(0.2, lambda: "", []) as watchdog:
 """
 
 
-def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    """SIGSTOP for twice the time-out while it waits for files, then SIGCONT; then a wait that is too long."""
-    words = [sys.executable, "-c", WAITS]
-    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
+    """The process is suspended for twice the limit, continues, and then waits for too long."""
+    command = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin
         assert child.stdout
         assert child.stdout.readline() == "waits\n"
         child.send_signal(signal.SIGSTOP)
         time.sleep(1.6)
         child.send_signal(signal.SIGCONT)
-        time.sleep(0.15)  # in which the watchdog looks
+        time.sleep(0.15)  # the watchdog looks in this time
         child.stdin.write("\n")
         child.stdin.flush()
         assert child.stdout.readline() == "continues\n"
