@@ -20,7 +20,7 @@ LARGEST_TRITON_SIZE = 512  # dimensions; the factor kernel keeps a panel of 16 r
 
 
 def why_not(backend: str, device_type: str, size: int, in_float64: bool) -> str | None:
-    """Return why a backend can't whiten slices in `size` dimensions, or None if it can.
+    """Return why a backend cannot whiten slices in `size` dimensions, or None if it can.
 
     The reason is worded to follow the backend's name in a message.
     """

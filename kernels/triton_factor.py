@@ -31,7 +31,7 @@ def _factor_panel(a, PANEL: tl.constexpr):
     columns = index[None, :]
     pivots = tl.zeros((PANEL,), tl.float32)
     for j in range(PANEL):
-        # Registers can't be indexed: row j, column j and the pivot are masked sums.
+        # Registers cannot be indexed: row j, column j and the pivot are masked sums.
         column = tl.sum(tl.where(columns == j, a, 0.0), axis=1)
         row = tl.sum(tl.where(rows == j, a, 0.0), axis=0)
         pivot = tl.sum(tl.where(index == j, row, 0.0), axis=0)

@@ -44,7 +44,7 @@ def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto", cholesky_float
         slice; "torch" is batched torch.linalg; "triton" are kernels for NVIDIA GPUs, k up to 512, float32 only.
     cholesky_float64: compute mean, covariance, factor and z in float64 and round them to float32; the gradient stays float32.
         Use it for embeddings whose covariance has a condition number above 1e5. Not available with "triton".
-    Raises ValueError for a wrong shape, dtype or eps, and for a backend that does not exist or can't whiten these slices.
+    Raises ValueError for a wrong shape, dtype or eps, and for a backend that does not exist or cannot whiten these slices.
     """
     return whiten_with_status(x, eps=eps, backend=backend, cholesky_float64=cholesky_float64)[0]
 
@@ -72,7 +72,7 @@ def whiten_with_status(
 def choose_backend(backend: str, values: Tensor, shape: tuple[int, ...], cholesky_float64: bool) -> str:
     """Return the backend to use for slices of the given shape (B, M, k), with the dtype and device of `values`.
 
-    Raises ValueError for a backend that does not exist or can't whiten these slices.
+    Raises ValueError for a backend that does not exist or cannot whiten these slices.
     """
     # The Triton kernels exist in float32 only.
     in_float64 = cholesky_float64 or values.dtype == torch.float64

@@ -1,6 +1,6 @@
 """The loss scale of fp16, kept on the device.
 
-fp16 can't represent numbers below 6e-8. The loss is multiplied by a scale before backward, so that small gradients survive,
+fp16 cannot represent numbers below 6e-8. The loss is multiplied by a scale before backward, so that small gradients survive,
 and the gradients are divided by it afterwards. The scale adapts: it is halved after an overflow, and doubled after many
 steps without one (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
 """

@@ -13,7 +13,7 @@ from trainer.errors import InputError
 
 
 def check_device(config: OptimizerConfig, device: torch.device) -> None:
-    """Raise InputError if the optimizer's backend can't run on this device."""
+    """Raise InputError if the optimizer's backend cannot run on this device."""
     from kernels.backends import why_not  # the evaluator, which needs this module, needs no kernels
 
     reason = why_not(config.backend, device.type, size=1, in_float64=False)

@@ -1,4 +1,4 @@
-"""wmse check-data reads and decodes every file and names each one that can't be used."""
+"""wmse check-data reads and decodes every file and names each one that cannot be used."""
 
 import warnings
 from pathlib import Path

@@ -83,7 +83,7 @@ def test_missing_shared_memory_is_an_error_that_leaves_no_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r"can't get 0\.\d+ MiB of shared memory in .*No space left"):
+    with pytest.raises(InputError, match=r"cannot get 0\.\d+ MiB of shared memory in .*No space left"):
         DecodeCache(index, tmp_path / "memory", create=True)
     assert not list(tmp_path.iterdir())
 

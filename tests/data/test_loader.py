@@ -445,7 +445,7 @@ def test_resuming_on_another_number_of_ranks_skips_the_same_images(tmp_path):
 def test_too_many_unusable_images_end_the_run(tmp_path):
     index, kept = index_of_spoilt_files(tmp_path, dict.fromkeys(range(0, 240, 2)), 240), tmp_path / "quarantine.jsonl"
     with pytest.raises(
-        InputError, match=r"25 of the 240 images of the set can't be used \(10.42%, more than .* 10.00%"
+        InputError, match=r"25 of the 240 images of the set cannot be used \(10.42%, more than .* 10.00%"
     ):
         keep(loader(index, kept=kept, end=1000, max_skipped_share=0.1))
     assert 25 <= len(entries(kept)) < 35  # other threads may still add those that they are reading

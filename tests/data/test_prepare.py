@@ -285,7 +285,7 @@ def test_only_the_listed_classes_are_prepared(tmp_path: Path, caplog: pytest.Log
         ("cat\nlion\n", r"list.txt, line 2: the set has no class 'lion'; its 2 classes begin with cat, dog"),
         ("cat\n# x\ncat again\n", r"list.txt, line 3: the class 'cat' is already in line 1"),
         ("# nothing\n", "list.txt: lists no class"),
-        (None, "list.txt: can't be read as a list of classes: No such file"),
+        (None, "list.txt: cannot be read as a list of classes: No such file"),
     ],
 )
 def test_a_list_of_classes_that_does_not_match_the_set_is_refused(

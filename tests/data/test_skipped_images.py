@@ -191,7 +191,7 @@ def test_too_large_a_share_of_the_set_ends_the_run_from_ten_images_on() -> None:
         add(skipped, 1, first=9)
     message = str(caught.value)
     assert message.startswith(
-        "10 of the 500 images of the set can't be used (2.00%, more than data.max_skipped_share 1.00%)"
+        "10 of the 500 images of the set cannot be used (2.00%, more than data.max_skipped_share 1.00%)"
     )
     assert "the last c/9.jpg: cut" in message
     assert "`wmse check-data /the set`" in message
@@ -212,7 +212,7 @@ def test_too_large_a_share_of_the_images_read_ends_the_run_from_a_hundred_on() -
     skipped = SkippedImages(FewNames(1_000_000), 0.01)
     skipped.images_read = 1000
     add(skipped, 99)
-    with pytest.raises(InputError, match=r"^100 of the 1100 images read so far can't be used \(9.09%"):
+    with pytest.raises(InputError, match=r"^100 of the 1100 images read so far cannot be used \(9.09%"):
         add(skipped, 1, first=99)
     fine = SkippedImages(FewNames(1_000_000), 0.01)
     fine.images_read = 50_000
@@ -239,5 +239,5 @@ def test_known_images_do_not_count_in_the_share_of_the_images_read() -> None:
 
 
 def test_a_run_that_knows_too_many_unusable_images_is_refused(quarantine: Path) -> None:
-    with pytest.raises(InputError, match=r"20 of the 100 images of the set can't be used.*all named in .*quarantine"):
+    with pytest.raises(InputError, match=r"20 of the 100 images of the set cannot be used.*all named in .*quarantine"):
         SkippedImages(FewNames(100), 0.1, {i: f"c/{i}.jpg" for i in range(20)}, quarantine)

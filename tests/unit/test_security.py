@@ -276,7 +276,7 @@ def test_an_index_with_invalid_values_is_refused_at_once(tmp_path: Path, damage:
         else:
             metadata[key] = numbers
     write_index(path, IndexContent(columns, ["a", "b"], metadata))
-    with pytest.raises(InputError, match=f"not a usable index: {problem} can't be right"):
+    with pytest.raises(InputError, match=f"not a usable index: {problem} cannot be right"):
         open_index(tmp_path / "set", "train")
 
 

@@ -119,7 +119,7 @@ def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(
         open_cache(config, index, Ranks(0, 2))
     assert not list(tmp_path.glob("wmse_*"))
     monkeypatch.setattr("trainer.data.run_images.SHARED_MEMORY", tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"can't get 0\.\d+ MiB of shared memory in .*nowhere \(No such file"):
+    with pytest.raises(InputError, match=r"cannot get 0\.\d+ MiB of shared memory in .*nowhere \(No such file"):
         open_cache(config, index, Ranks())
 
 

@@ -32,12 +32,12 @@ def find_cache(root: Path) -> Path:
     if is_writable and not inside.is_symlink():
         candidates.insert(0, inside)
     for folder in candidates:
-        # If this folder can't be written, try the next one.
+        # If this folder cannot be written, try the next one.
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / ".gitignore", "*\n")  # replaces the file, so a link of that name is not followed
             return folder
     raise InputError(
-        f"can't write to {folder}, where the index of {root} must be kept: make that folder or {root} writable, or set "
+        f"cannot write to {folder}, where the index of {root} must be kept: make that folder or {root} writable, or set "
         "XDG_CACHE_HOME to a writable folder"
     )

@@ -16,7 +16,7 @@ def read_class_list(path: Path, known: list[str]) -> list[str]:
     """Read the classes of a list and return them in the order of `known`, the classes of the data set.
 
     If a whole line is the name of a class, it selects that class; otherwise its first word must be one. # begins a comment.
-    Raises InputError naming file and line for an unknown or repeated class, and for a file that can't be read or is empty.
+    Raises InputError naming file and line for an unknown or repeated class, and for a file that cannot be read or is empty.
     """
     first_line: dict[str, int] = {}  # class -> number of the line that names it
     for number, line in enumerate(_read_lines(path), 1):
@@ -50,4 +50,4 @@ def _read_lines(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         # A UnicodeDecodeError has no strerror.
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file in UTF-8"
-        raise InputError(f"{path}: can't be read as a list of classes: {reason}") from error
+        raise InputError(f"{path}: cannot be read as a list of classes: {reason}") from error

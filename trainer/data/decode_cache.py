@@ -66,7 +66,7 @@ class DecodeCache:
             with contextlib.suppress(OSError):
                 self.forget_name()
             raise InputError(
-                f"data.decode_cache_gib: can't get {size_text(total)} of shared memory in {path.parent} ({error.strerror}): "
+                f"data.decode_cache_gib: cannot get {size_text(total)} of shared memory in {path.parent} ({error.strerror}): "
                 "give the node or container more, or set it to 0"
             ) from error
 
@@ -108,7 +108,7 @@ def _map_file(path: Path, num_bytes: int, create: bool) -> NDArray[np.uint8]:
         flags |= os.O_CREAT | os.O_EXCL
     descriptor = os.open(path, flags, 0o600)
     try:
-        # Allocate all pages now: a page that can't be allocated later would kill the process.
+        # Allocate all pages now: a page that cannot be allocated later would kill the process.
         os.posix_fallocate(descriptor, 0, num_bytes)
         return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
     finally:

@@ -133,7 +133,7 @@ def _decode(data: bytes) -> Image.Image:
         image.load()
     except (
         Exception
-    ) as error:  # Pillow's readers raise nearly any type on damaged bytes; all of them mean "can't be decoded"
+    ) as error:  # Pillow's readers raise nearly any type on damaged bytes; all of them mean "cannot be decoded"
         raise InputError(_describe_error(error, data)) from error
     return image
 

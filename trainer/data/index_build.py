@@ -270,7 +270,7 @@ def _list_files(folder: Path, below_folder: str, folders: list[tuple[str, int]])
 
 
 def _inspect_file(path: str) -> Verdict:
-    """Judge a file; one that can't be read is bad. Raises InputError if the machine is at fault and not the file."""
+    """Judge a file; one that cannot be read is bad. Raises InputError if the machine is at fault and not the file."""
     try:
         with open(path, "rb", buffering=0, opener=open_without_waiting) as file:
             status = os.fstat(file.fileno())

@@ -139,12 +139,12 @@ def check_contents(path: Path, metadata: dict[str, Any], columns: Columns, num_s
     """
     problem = _find_problem(metadata, columns, num_shards)
     if problem:
-        raise InputError(_unusable(path, f"{problem} can't be right"))
+        raise InputError(_unusable(path, f"{problem} cannot be right"))
 
 
 # An index that was tampered with must not lead to a crash or to files outside of the data set.
 def _find_problem(metadata: dict[str, Any], columns: Columns, num_shards: int | None) -> str:
-    """Return what can't be right in an index, or an empty text. Each check relies on those before it."""
+    """Return what cannot be right in an index, or an empty text. Each check relies on those before it."""
     split = metadata.get("split")
     has_fingerprint = isinstance(metadata.get("fingerprint"), str)
     if not isinstance(split, str) or not is_inside(split) or not has_fingerprint:

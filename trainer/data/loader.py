@@ -252,7 +252,7 @@ class ViewLoader:
                     raise
                 if not self._find_refused() and not self._refuse_batch(step, error):
                     raise RuntimeError(f"DALI failed in step {step}, though every image decodes: {error}") from error
-                # Start again with a new pipeline, because a failed one can't be used any more.
+                # Start again with a new pipeline, because a failed one cannot be used any more.
                 for future in self._coming:
                     future.cancel()
                 self._start(step)
@@ -324,7 +324,7 @@ class ViewLoader:
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
         """Return (id, bytes that DALI decodes or, with a cache, pixels) of the image or of the next one that can be used.
 
-        Images that can't be used are skipped and recorded. Raises InputError if no image of the data set can be used.
+        Images that cannot be used are skipped and recorded. Raises InputError if no image of the data set can be used.
         """
         for offset in range(len(self.index)):
             # The next image of the data set replaces a skipped one; the last is followed by the first.

@@ -52,7 +52,7 @@ class KnownSet(NamedTuple):
 def load_split(name: str, split: str, download_dir: Path) -> ArraySplit:
     """Load one split of a data set in SETS; torchvision downloads it if it is not in `download_dir`.
 
-    Raises InputError with the remedy if the data set can't be downloaded or read.
+    Raises InputError with the remedy if the data set cannot be downloaded or read.
     """
     try:
         return SETS[name].load(split, download_dir)

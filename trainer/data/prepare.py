@@ -224,7 +224,7 @@ def _open_source(
     classes: Path | None,
     progress: bool,
 ) -> tuple[Index | ArraySplit, list[tuple[str, str]]]:
-    """Open a split; return its images, and (name, problem) of each file that can't be used."""
+    """Open a split; return its images, and (name, problem) of each file that cannot be used."""
     if source in SETS:
         # A published data set is loaded as arrays and has no files to skip.
         download_dir.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 
 def printable(text: str) -> str:
-    """Escape, as Python does, all characters that could affect a terminal or can't be encoded.
+    """Escape, as Python does, all characters that could affect a terminal or cannot be encoded.
 
     For example, a line end becomes \\n and an ANSI escape \\x1b. Bytes that are not UTF-8 and marks that change the writing
     direction are escaped as well.

@@ -5,11 +5,11 @@ All ranks append to RUN_DIR/quarantine.jsonl, one JSON object on each line:
     step     the step whose images were being prepared
     id       the image's number in the index
     image    its name
-    problem  why it can't be used
+    problem  why it cannot be used
     rank     the rank that found it
 
 A resumed run keeps the entries of the steps before its first step, because they determined the images that were trained on. It
-drops later entries and finds those images again if they still can't be used.
+drops later entries and finds those images again if they still cannot be used.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SkippedImages:
             return
         root = printable(str(self.index.root))
         raise InputError(
-            f"{counts} can't be used ({share:.2%}, more than data.max_skipped_share {self.max_share:.2%}), {examples}. "
+            f"{counts} cannot be used ({share:.2%}, more than data.max_skipped_share {self.max_share:.2%}), {examples}. "
             f"`wmse check-data {root}` names every bad file: repair them or raise data.max_skipped_share"
         )
 
@@ -155,13 +155,13 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    return json.dumps(entry) + "\n"  # ASCII, because a name may contain what UTF-8 can't encode
+    return json.dumps(entry) + "\n"  # ASCII, because a name may contain what UTF-8 cannot encode
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:
     """Append an entry by one write, so that the lines of several ranks do not mix.
 
-    On NFS the lines of two nodes may still tear each other; a resumed run then finds the image again. A line that can't be
+    On NFS the lines of two nodes may still tear each other; a resumed run then finds the image again. A line that cannot be
     written is logged and does not stop the run.
     """
     try:
@@ -172,4 +172,4 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        _log.warning("can't write %s (%s): a resumed run will have to find %s again", path, error, entry["image"])
+        _log.warning("cannot write %s (%s): a resumed run will have to find %s again", path, error, entry["image"])

@@ -53,8 +53,8 @@ def open_cache(config: Config, index: Index, ranks: Ranks) -> DecodeCache | None
 def images_of_run(found: Index, config: Config, run_dir: Path, ranks: Ranks) -> Index:
     """Return the images that the run began with, even if files were added to or removed from an image folder since then.
 
-    Ids, order and labels do not change, and missing files are skipped like other images that can't be used. With allow_changes,
-    return `found`, the images that are there now.
+    Ids, order and labels do not change, and missing files are skipped like other images that cannot be used. With
+    allow_changes, return `found`, the images that are there now.
     """
     kept = run_dir / "images.index"
     is_resumed = kept.exists() and list_checkpoints(run_dir / "checkpoints")

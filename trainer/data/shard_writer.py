@@ -135,7 +135,7 @@ def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tu
         longer_side = max(info.height, info.width)
         if shrink is not None and info.kind != "bad" and longer_side > shrink.max_side:
             return shrunk_jpeg(data, shrink), "jpg", ""
-        # DALI can't decode the rarer kinds, so they are stored as PNG.
+        # DALI cannot decode the rarer kinds, so they are stored as PNG.
         if info.kind == "convert":
             return to_direct(data), "png", ""
     except OSError as error:

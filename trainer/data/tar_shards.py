@@ -140,7 +140,7 @@ def read_shard(shard: Path) -> ShardContents:
             _check_end(shard, tar.offset)
     except InputError as error:
         raise InputError(f"{shard}: {error}") from error
-    except (tarfile.TarError, ValueError, OverflowError) as error:  # the last two for numbers that can't be right
+    except (tarfile.TarError, ValueError, OverflowError) as error:  # the last two for numbers that cannot be right
         problem = printable(str(error))[:200]
         raise InputError(f"{shard}: cannot be read as an uncompressed tar file, or is cut off: {problem}") from error
     return contents

@@ -1,4 +1,4 @@
-"""Read and decode every image of a data set as training does, and report what can't be used."""
+"""Read and decode every image of a data set as training does, and report what cannot be used."""
 
 import os
 import stat
@@ -303,7 +303,7 @@ def _check_image(max_pixels: int, image: StoredImage) -> tuple[str, str]:
 
 
 def _is_meant_as_image(name: str, data: bytes) -> bool:
-    """Return whether a file that can't be read as an image was meant to be one.
+    """Return whether a file that cannot be read as an image was meant to be one.
 
     Its suffix decides or, without one, whether its contents are anything but text.
     """
