@@ -383,6 +383,28 @@ def test_an_unusable_replacement_is_replaced_too(tmp_path):
     assert same(keep(loader(index, first=6, threads=1)), got[6:])
 
 
+def test_a_replacement_is_cropped_by_its_own_size(tmp_path):
+    """A tall image that replaces a broad one gives the views that it gives when it is asked for itself."""
+    sizes = [(30, 90), (80, 40), *[PLAIN_SIZE] * 2]
+    files = {
+        f"train/c0/{i}.jpg": encoded("JPEG", image(seed=i, height=height, width=width))
+        for i, (height, width) in enumerate(sizes)
+    }
+    index = open_index(make_folder(tmp_path, files), "train")
+
+    def views_of(image_id):
+        plan = planner(index, ImageRange(0, 1)).plan(0)
+        ids = np.array([image_id])
+        request = Request(ids, lambda heights, widths: view_arrays(plan, RECIPE, heights, widths))
+        return keep(loader(index, rows=ImageRange(0, 1), end=1, requests=lambda step: request))[0]
+
+    asked_for = views_of(1)
+    (tmp_path / "train/c0/0.jpg").unlink()
+    replacement = views_of(0)
+    assert replacement.image_ids.tolist() == [1]
+    assert torch.equal(replacement.views, asked_for.views)
+
+
 def fails_in_steps(index: Index, image_id: int, steps: range, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make an image unreadable while the given steps are prepared. Return the list of all reads."""
     now, asked, read, plan = [0], [], index.read, Planner.plan

@@ -107,12 +107,12 @@ def test_a_temporary_read_error_skips_no_image(
 
 
 def test_memory_files_and_threads_do_not_grow_over_epochs(command: Callable[..., Arguments], tmp_path: Path) -> None:
-    """A line fitted to the memory over 40 epochs of 3 steps, without the first three, is level.
+    """A line fitted to the memory over 30 epochs of 3 steps, without the first three, is level.
 
     The run saves and logs often. It is a new process, because in a forked one pages that stop being shared would count.
     """
     watch = tmp_path / "sizes.txt"
-    arguments = command("--optimizer.epochs", "40", "--log.tensorboard", "true")
+    arguments = command("--optimizer.epochs", "30", "--log.tensorboard", "true")
     done = run("-m", "tests.faults", json.dumps({"watch": str(watch)}), *map(str, arguments))
     assert done.returncode == 0, done.stderr
     table = np.array([line.split() for line in watch.read_text().splitlines()], dtype=float)

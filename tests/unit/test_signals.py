@@ -39,6 +39,19 @@ def test_the_first_interrupt_restores_the_default_handler_for_the_second() -> No
         assert stop.asked
 
 
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    """A run that nohup started ignores SIGHUP, so it outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            stop.allow(60)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_new_block_ignores_earlier_signals() -> None:
     with stop_on_signals() as stop:
         stop.allow(60)
