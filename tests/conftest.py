@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, befo
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 from PIL import Image
+
+# A shell ignores SIGINT in programs that it starts in the background, and so would the runs of the tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():  # Triton kernels then run in its interpreter; must be set before they are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
