@@ -17,6 +17,8 @@ from trainer.cli import main
 from trainer.config.loading import load_config
 from trainer.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 def run(argv: Sequence[str]) -> tuple[int, dict[str, Any], str]:
     """Run `wmse bench` in this process. Return its exit code, its JSON and its stderr."""
@@ -41,7 +43,6 @@ def everything(folder: Path) -> tuple[int, dict[str, Any], str]:
     return run(["all", "--config", str(config), "--data.root", str(folder / "nowhere"), "--seconds", "0.8", *files])
 
 
-@pytest.mark.slow
 def test_a_part_that_fails_gives_a_reason_and_the_others_are_measured(everything: Any, folder: Path) -> None:
     code, result, shown = everything
     assert code == 1
@@ -81,7 +82,6 @@ def test_a_checkpoint_is_measured_in_the_given_folder(everything: Any, folder: P
     assert result["percent_of_loop"]["standing_still"] == pytest.approx(result["stall_ms"]["median"] / 3000)
 
 
-@pytest.mark.slow
 def test_the_parts_of_the_loop_add_up(tiny_config: Path, tiny_set: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     argv = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--seconds", "0.5", "--profile", str(trace)]
@@ -99,7 +99,6 @@ def test_the_parts_of_the_loop_add_up(tiny_config: Path, tiny_set: Path, tmp_pat
     assert set(PHASES) <= names
 
 
-@pytest.mark.slow
 def test_growth_has_a_point_or_a_reason_for_each_size(tiny_config: Path, tmp_path: Path) -> None:
     settings = ["--data.images_per_step", "32", "--optimizer.accumulation_steps", "2"]
     argv = ["--config", str(tiny_config), *settings, "--seconds", "0.2"]

@@ -20,6 +20,8 @@ from tests.gpu import __main__ as program
 from tests.gpu import check_kernels, check_step, check_views, part
 from tests.gpu.part import Line, Task
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -55,7 +57,6 @@ def python(name: str, code: str, seconds: int = 9, needs: str = "json") -> progr
     return program.Part(name, seconds, needs, ["-c", code])
 
 
-@pytest.mark.slow
 def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     chosen = [
         python("bad", "print('why'); raise SystemExit(3)"),
