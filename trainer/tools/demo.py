@@ -127,7 +127,8 @@ def _draw(run_dir: Path, report: dict[str, Any]) -> Path:
         bars.bar_label(drawn, fmt="%.1f")
     # A dotted line shows what k-NN reaches without an encoder.
     bars.axhline(report["pixels_knn_top1"], color="grey", linestyle=":", label="5-nn of raw pixels")
-    bars.set(title="top-1, %", xticks=positions, xticklabels=_MEASURES.values(), ylim=(40, 100))
+    labels = [label.replace(", ", ",\n") for label in _MEASURES.values()]  # one line each would overlap
+    bars.set(title="top-1, %", xticks=positions, xticklabels=labels, ylim=(40, 100))
     bars.legend(loc="upper left")
 
     # Right: the picture of the views.
