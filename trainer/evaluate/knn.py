@@ -1,25 +1,58 @@
-"""k-NN of the paper (section 4): Euclidean distance on unscaled features, majority vote, ties go to the smallest label.
+"""k nearest neighbours: those of the paper (section 4), and the weighted vote by cosine similarity that the field reports.
 
-Shapes: n images, F features, C classes.
+Shapes: n images, F features, C classes, k neighbours.
 """
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trainer.errors import InputError
 from trainer.evaluate.features import Features
 from trainer.progress import with_progress
 
-_CHUNK_ELEMENTS = 1 << 28  # distances that are computed at once: 1 GiB in float32
+_TRAIN_BLOCK = 1 << 16  # training images that are compared at once, 0.5 GiB of 2,048 features
+_TEST_BLOCK = 1 << 12  # test images that are compared with such a block at once: 1 GiB of scores
+Metric = Literal["euclidean", "cosine"]
+
+
+class Neighbours(NamedTuple):
+    """The k nearest training images of each test image, nearest first. On the CPU."""
+
+    scores: (
+        Tensor  # (n_test, k) float32; larger is nearer. cosine: the similarity; euclidean: only its order has a meaning
+    )
+    labels: Tensor  # (n_test, k) int64
 
 
 def knn_top1(train: Features, test: Features, k: int, device: torch.device) -> float:
-    """Return the percentage of test images whose k nearest training images vote for the right class."""
-    predicted = knn_predict(train.x, train.labels, test.x, k, len(train.class_names), device)
-    is_right = predicted == test.labels
-    return is_right.double().mean().item() * 100
+    """Return the percentage of test images whose k nearest training images vote for the right class, as in the paper.
+
+    Distances are Euclidean on unscaled features; the majority decides, and ties go to the smallest label."""
+    neighbours = nearest_neighbours(train, test, k, "euclidean", device)
+    predicted = majority_vote(neighbours.labels, len(train.class_names))
+    return _percent(predicted, test.labels)
+
+
+def weighted_knn_top1(
+    train: Features, test: Features, ks: tuple[int, ...], temperature: float, device: torch.device
+) -> dict[int, float]:
+    """Return, for each k, the percentage of test images that the weighted vote of cosine neighbours classifies correctly.
+
+    A neighbour's vote has the weight exp(similarity / temperature) (Wu et al., CVPR 2018, section 3.4). One search serves
+    all numbers of neighbours."""
+    neighbours = nearest_neighbours(train, test, max(ks), "cosine", device)
+    num_classes = len(train.class_names)
+    return {
+        k: _percent(
+            weighted_vote(neighbours.scores[:, :k], neighbours.labels[:, :k], num_classes, temperature), test.labels
+        )
+        for k in ks
+    }
 
 
 def check_neighbours(k: int, num_train: int) -> None:
@@ -31,33 +64,69 @@ def check_neighbours(k: int, num_train: int) -> None:
 
 
 @torch.inference_mode()
-def knn_predict(
-    train_x: Tensor, train_labels: Tensor, test_x: Tensor, k: int, num_classes: int, device: torch.device
-) -> Tensor:
-    """Predict the labels of the test images, (n_test,) int64 on the CPU.
+def nearest_neighbours(train: Features, test: Features, k: int, metric: Metric, device: torch.device) -> Neighbours:
+    """Find the k nearest training images of each test image.
 
-    Distances come from a matrix product. The training mean is subtracted first: otherwise features far from 0 would lose
-    the last digits of their distances in float32.
+    Both splits are cut into blocks, so the device holds about 2 GiB for 2,048 features, for any number of images.
 
-    train_x: (n_train, F). train_labels: (n_train,) int64. test_x: (n_test, F). k: at most n_train.
-    """
-    centre = train_x.mean(0)
-    bank = (train_x - centre).to(device)
-    squares = bank.square().sum(1)
-    labels = train_labels.to(device)
-    classes = torch.arange(num_classes, device=device)
-    rows = max(1, _CHUNK_ELEMENTS // len(bank))
-    chunks = (test_x - centre).split(rows)
-    predicted = []
-    for chunk in with_progress(chunks, len(test_x), f"{k}-nn of images", size=len):
-        # Squared distances without the square of the test image, which does not change the order within a row.
-        products = chunk.to(device) @ bank.T
-        distance = squares - 2 * products
-        nearest = distance.topk(k, largest=False).indices
-        votes = torch.zeros(len(nearest), num_classes, dtype=torch.int64, device=device)
-        one_vote_each = torch.ones_like(nearest)
-        votes.scatter_add_(1, labels[nearest], one_vote_each)
-        # The class with the most votes has the highest score, and among equal ones the smallest label.
-        score = votes * num_classes - classes
-        predicted.append(score.argmax(1).cpu())
-    return torch.cat(predicted)
+    k: at most n_train."""
+    # Euclidean distances come from a matrix product. Features far from 0 would lose the last digits of their distances in
+    # float32, so the training mean is subtracted first.
+    centre = train.x.mean(0) if metric == "euclidean" else None
+    scores, labels = [], []
+    for part in with_progress(test.x.split(_TEST_BLOCK), len(test.x), f"{k}-nn of images", size=len):
+        query = _prepared(part, centre, device)
+        best, numbers = _nearest_of_all_blocks(query, train.x, centre, k)
+        scores.append(best.cpu())
+        labels.append(train.labels[numbers.cpu()])
+    return Neighbours(torch.cat(scores), torch.cat(labels))
+
+
+def _nearest_of_all_blocks(query: Tensor, train_x: Tensor, centre: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best scores of each query (n, F), best first, and the numbers of their training images."""
+    best = query.new_empty(len(query), 0)
+    numbers = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
+    for first, block in zip(range(0, len(train_x), _TRAIN_BLOCK), train_x.split(_TRAIN_BLOCK), strict=True):
+        bank = _prepared(block, centre, query.device)
+        scores = query @ bank.T
+        if centre is not None:
+            # Minus half of the squared distance, but for the square of the query: that does not change the order in a row.
+            scores -= bank.square().sum(1) / 2
+        block_best, block_numbers = scores.topk(min(k, len(bank)))
+        # Merge with the best of the blocks before.
+        candidates = torch.cat([best, block_best], 1)
+        candidate_numbers = torch.cat([numbers, first + block_numbers], 1)
+        best, places = candidates.topk(min(k, candidates.shape[1]))
+        numbers = candidate_numbers.gather(1, places)
+    return best, numbers
+
+
+def _prepared(x: Tensor, centre: Tensor | None, device: torch.device) -> Tensor:
+    """Move features to the device, centred if there is a centre, else scaled to length 1."""
+    x = x.to(device)
+    return functional.normalize(x, dim=1) if centre is None else x - centre.to(device)
+
+
+def majority_vote(labels: Tensor, num_classes: int) -> Tensor:
+    """Return the class (n,) with the most votes of the neighbours' labels (n, k). Ties go to the smallest label."""
+    votes = _add_votes(labels, torch.ones_like(labels), num_classes)
+    # The class with the most votes has the highest score, and among equal ones the smallest label.
+    score = votes * num_classes - torch.arange(num_classes)
+    return score.argmax(1)
+
+
+def weighted_vote(similarities: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
+    """Return the class (n,) with the largest sum of exp(similarity / temperature). similarities, labels: (n, k)."""
+    # In float64, and relative to the nearest neighbour, so that no exponential overflows.
+    exponents = (similarities.double() - similarities[:, :1]) / temperature
+    return _add_votes(labels, exponents.exp(), num_classes).argmax(1)
+
+
+def _add_votes(labels: Tensor, weights: Tensor, num_classes: int) -> Tensor:
+    """Add up the weights (n, k) of each class: (n, C)."""
+    votes = weights.new_zeros(len(labels), num_classes)
+    return votes.scatter_add_(1, labels, weights)
+
+
+def _percent(predicted: Tensor, labels: Tensor) -> float:
+    return (predicted == labels).double().mean().item() * 100
