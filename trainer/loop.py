@@ -102,7 +102,9 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
 
 
 def _note_signal(state: RunState) -> None:
-    """Write why a signal ends the process before the loop: a launcher ends all ranks when one has failed."""
+    """Write to state.json why a signal ends the process before the loop.
+
+    The cause may be another rank that failed, because a launcher then ends all ranks."""
     failure = peers().ask()
     if failure:
         state.lost_rank(*failure)
@@ -111,7 +113,9 @@ def _note_signal(state: RunState) -> None:
 
 
 def _device(config: Config, ranks: Ranks) -> tuple[torch.device, str]:
-    """Return this rank's device and what is wrong with it. One of several ranks must not end before it has told the others."""
+    """Return this rank's device and what is wrong with it.
+
+    With several ranks the problem is returned instead of raised, so that all ranks learn of it before any of them ends."""
     try:
         return choose_device(config, ranks), ""
     except InputError as error:
@@ -177,7 +181,8 @@ def train(
 
             # --- save, stop ---
             if stopping or save_now or saves.steps_due(step) or step == run.end_step:
-                # read what is left: a resumed run writes no line twice, and a fault that ends the run prevents the save
+                # Read the remaining records first: a resumed run then writes no line twice, and a fault that ends the run
+                # prevents the save.
                 last_stopping, _ = _read_records(late.ready(), faults, writer, state)
                 stopping = max(stopping, last_stopping)
                 if step == run.end_step and first_step == 0:

@@ -283,7 +283,7 @@ class MetricsWriter:
         failed_before = bool(self._unwritten)
         self._unwritten += line.encode()
         try:
-            # An unbuffered file may write a part of the bytes only.
+            # A write to an unbuffered file may write only a part of the bytes.
             while self._unwritten:
                 count = self._file.write(self._unwritten) or 0
                 self._unwritten = self._unwritten[count:]

@@ -14,7 +14,8 @@ from trainer.errors import InputError
 
 def check_device(config: OptimizerConfig, device: torch.device) -> None:
     """Raise InputError if the optimizer's backend cannot run on this device."""
-    from kernels.backends import why_not  # the evaluator, which needs this module, needs no kernels
+    # Not at the top of the file, because the evaluator imports this module and needs no kernels.
+    from kernels.backends import why_not
 
     reason = why_not(config.backend, device.type, size=1, in_float64=False)
     if reason:
@@ -49,7 +50,7 @@ def update(optimizer: torch.optim.Optimizer, learning_rate: float, skip: Tensor)
         if not skip:
             optimizer.step()
         return
-    # torch's fused kernels and Lars read this name, and update nothing where it is 1
+    # torch's fused kernels and Lars read this attribute, and update nothing if it is 1.
     optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     optimizer.step()
 
@@ -75,7 +76,7 @@ class Lars(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the weights in place; gradients may be overwritten.
 
-        If `self.found_inf` (0-d float, on the device) is set, the update changes nothing where it is 1. All tensors of a group
+        If `self.found_inf` (0-d float, on the device) is set, the update changes nothing if it is 1. All tensors of a group
         are then updated together, without waiting for the device."""
         found_inf = getattr(self, "found_inf", None)
         for number, group in enumerate(self.param_groups):
@@ -121,11 +122,11 @@ def _update_one(w: Tensor, g: Tensor, v: Tensor, group: dict[str, Any]) -> None:
 def _update_together(weights: Any, gradients: Any, buffers: Any, group: dict[str, Any], found_inf: Tensor) -> None:
     """Update all tensors of a group with few launches, on a GPU. found_inf: 1 leaves everything as it is."""
     keep = 1 - found_inf
-    # NaN times 0 is NaN, so gradients are multiplied as integers, which clears every bit
+    # NaN times 0 is NaN, so gradients are multiplied as integers, which clears every bit.
     torch._foreach_mul_([g.view(torch.int32) for g in gradients], keep.to(torch.int32))
     if group["weight_decay"]:
         torch._foreach_add_(gradients, weights, alpha=group["weight_decay"])
-    # with keep 0 the gradient is 0, the buffer is multiplied by 1, and 0 times the buffer is subtracted
+    # If keep is 0, the gradient is 0, the buffer is multiplied by 1, and 0 times the buffer is subtracted.
     rate = group["lr"] * keep
     if group["adapt"]:
         norm_w, norm_g = (torch.stack(torch._foreach_norm(x)) for x in (weights, gradients))

@@ -1,6 +1,6 @@
-"""One update of any method, never waiting for the device: forward, loss, backward, agreement over ranks, optimizer.
+"""One training step of any method: forward, loss, backward, agreement over ranks, optimizer. It never waits for the device.
 
-Shapes: R = d*N views of this rank (view-major), S pixels a side, k embedding size.
+Shapes: R = d*N views of this rank (view-major), S view size in pixels, k embedding size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """The parts of a step. Call it once a step."""
+    """Training step of one rank, with the method and optimizer that it updates. Call it once for each step."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TrainStep:
         micro_batches: int = 1,
     ) -> None:
         """images: the images of each step that this rank holds. wrapped: the method's networks from
-        `process_group.wrap_model`; None: as they are.
+        `process_group.wrap_model`; None: the networks are not wrapped.
 
         autocast_dtype: None for float32 throughout; with float16 the loss is scaled.
         micro_batches: consecutive parts of a rank's images, whose gradients are added up.
@@ -92,7 +92,7 @@ class TrainStep:
             flags = RankFlags(*agree(own_flags, self.ranks).unbind())
             skipped = flags.fault > 0
 
-        # every rank comes here, whether the update is skipped or not: only the device knows
+        # Every rank runs this code, because only the device knows whether the update is skipped.
         with record_function("update"):
             if self.grad_scaler:
                 self.grad_scaler.unscale(gradients)
@@ -104,7 +104,7 @@ class TrainStep:
         return StepResult(output.loss, output.metrics, output.embeddings, skipped, flags)
 
     def _forward_backward(self, pixels: Tensor, step: int) -> LossOutput:
-        """Add up the gradients of all micro-batches; DDP averages them over ranks in the last one's backward."""
+        """Add up the gradients of all micro-batches. DDP averages them over ranks in the backward of the last one."""
         count = self.micro_batches
         if count == 1:
             return self._micro_batch(pixels, step, self.images)
@@ -129,7 +129,7 @@ class TrainStep:
             scaled = scaled * self.grad_scaler.scale if self.grad_scaler else scaled
         with record_function("backward"), self.untrained_state.unchanged():
             scaled.backward()
-        # CUDA graphs write the next embeddings over these
+        # Copy the embeddings, because the next replay of CUDA graphs overwrites them.
         return result._replace(loss=result.loss.detach(), embeddings=result.embeddings.detach().clone())
 
     def _joined(self, outputs: list[LossOutput]) -> LossOutput:
@@ -160,6 +160,9 @@ def _check_declared(output: LossOutput, method: Method) -> None:
 
 
 def split_images(pixels: Tensor, num_views: int, count: int) -> list[Tensor]:
-    """Split (R, 3, S, S) channels_last, view-major, into `count` of the same for consecutive images, each with all views."""
-    by_view = pixels.permute(0, 2, 3, 1).unflatten(0, (num_views, -1))  # a copy keeps the order of its last dimensions
+    """Split a batch into `count` micro-batches of consecutive images, each with all views of its images.
+
+    pixels and the results: (R, 3, S, S) channels_last, view-major."""
+    # Move the channels to the end of the shape, because flatten copies in the order of the shape.
+    by_view = pixels.permute(0, 2, 3, 1).unflatten(0, (num_views, -1))
     return [part.flatten(0, 1).permute(0, 3, 1, 2) for part in by_view.chunk(count, dim=1)]

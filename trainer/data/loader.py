@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
-    """The images and views that a step asks of the loader."""
+    """The images of a step, and the function that computes the inputs for their views."""
 
     image_ids: NDArray[np.int64]  # (N,)
     arrays: Callable[[NDArray, NDArray], list[NDArray]]  # heights, widths (N,) -> the graph's inputs after the images
@@ -79,9 +79,9 @@ def dali_threads(config: DataConfig, *, on_gpu: bool) -> int:
 def largest_sides(index: Index, max_pixels: int, batch_size: int) -> tuple[int, int]:
     """Return the largest width and height of the images that may be read, for `Placement.decoder_hint`.
 
-    nvJPEG is given both and the batch size. Its manual does not say whether it reserves memory for each image of the batch,
-    which for 256 images of 6000 x 6000 pixels would be 28 GB. Both are therefore limited, so that a batch of square images of
-    that size takes RESERVED_BYTES. nvJPEG allocates once more, from DALI's pool, when it meets a larger image.
+    nvJPEG gets width, height and batch size. Its manual does not say whether it reserves memory for each image of the batch,
+    which for 256 images of 6000 x 6000 pixels would be 28 GB. Width and height are therefore limited, so that a batch of
+    square images of that size takes RESERVED_BYTES. nvJPEG allocates once more, from DALI's pool, when it meets a larger image.
     """
     heights = np.asarray(index.heights, np.int64)
     widths = np.asarray(index.widths, np.int64)
@@ -337,7 +337,7 @@ class ViewLoader:
         raise InputError("no image of the set can be used; run `wmse check-data` on it")
 
     def _load(self, image_id: int) -> tuple[NDArray[np.uint8], str | None]:
-        """Return (bytes or, with a cache, pixels; None), or (nothing of use, what is wrong with the image)."""
+        """Return (bytes or, with a cache, pixels; None), or (an array to ignore, what is wrong with the image)."""
         if self._cache is not None:
             # Another rank of the node may have decoded the image.
             pixels = self._cache.get(image_id)

@@ -111,7 +111,7 @@ def slice_permutations(seed: int, step: int, num_images: int, iterations: int, b
 
 
 def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: ImageRange) -> tuple[NDArray, ...]:
-    """Draw the fields of `Plan` from crop_tries on, for the images `rows` of a step."""
+    """Draw the fields of `Plan` from crop_tries on, for the images `rows` of a step, (rows.count, d, ...) each."""
     d = recipe.num_views
     first_block = rows.first * d * _WORDS // _BLOCK
     words = _raw(seed, _VIEWS, step, first_block, rows.count * d * _WORDS)

@@ -3,7 +3,7 @@
 The two functions differ in the backward. Use `gather_rows` if every rank computes the loss of all rows, and
 `gather_candidates` if each rank computes the loss of its local rows.
 
-Shapes: d views, N images of this rank, R ranks in the group, k numbers of an embedding.
+Shapes: d views, N images of this rank, R ranks in the group, k embedding size.
 """
 
 from typing import Any

@@ -35,7 +35,8 @@ class Method:
     """Networks that take pixels (R, 3, S, S) uint8, channels_last. The evaluator loads `networks.encoder` and
     `networks.normalize`."""
     checks: tuple[str, ...] = ()
-    """Faults that a step may have, causes before consequences, as text for the log: "a slice cannot be whitened"."""
+    """Descriptions of the faults that the loss checks for, such as "a slice cannot be whitened". Causes come before
+    consequences."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Metrics besides the loss, by their names in metrics.jsonl."""
     remedy: str = ""

@@ -1,4 +1,4 @@
-"""SimCLR method (Chen et al., ICML 2020): an embedding is pulled to the other views of its image, away from other images.
+"""SimCLR method (Chen et al., ICML 2020): it pulls embeddings of the same image together and pushes others apart.
 
 Shapes: R = d*N views of this rank (view-major), k embedding size.
 """
