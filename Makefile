@@ -26,7 +26,7 @@ test-slurm: setup
 	tests/slurm/cluster/install.sh
 	$(BIN)/python -m pytest tests/slurm -n 4 --dist worksteal
 
-# strikes runs for MINUTES and compares each with the unbroken one: make soak MINUTES=60
+# kills runs at random for MINUTES and compares each with an uninterrupted one: make soak MINUTES=60
 MINUTES ?= 10
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES)
