@@ -48,15 +48,7 @@ class ViewBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (d*N, C, ...); in evaluation mode with the running statistics."""
         if not self.training:
-            y = F.batch_norm(
-                x,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                training=False,
-                eps=self.eps,
-            )
+            y = self._batch_norm(x)
         elif self.group_name is None:
             y = self._this_rank(x)
         else:
@@ -66,18 +58,18 @@ class ViewBatchNorm(nn.Module):
     def _this_rank(self, x: Tensor) -> Tensor:
         """Normalise x with the statistics of this rank, each view separately."""
         if self.num_views == 1:
-            return self._one_view(x)
-        return torch.cat([self._one_view(view) for view in x.chunk(self.num_views)])
+            return self._batch_norm(x)
+        return torch.cat([self._batch_norm(view) for view in x.chunk(self.num_views)])
 
-    def _one_view(self, x: Tensor) -> Tensor:
-        # This also updates the running statistics.
+    def _batch_norm(self, x: Tensor) -> Tensor:
+        """Apply torch's BatchNorm. In training it also updates the running statistics."""
         return F.batch_norm(
             x,
             self.running_mean,
             self.running_var,
             self.weight,
             self.bias,
-            training=True,
+            training=self.training,
             momentum=self.momentum,
             eps=self.eps,
         )
