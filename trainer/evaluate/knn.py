@@ -17,16 +17,15 @@ from trainer.progress import with_progress
 
 _TRAIN_BLOCK = 1 << 16  # training images that are compared at once, 0.5 GiB of 2,048 features
 _TEST_BLOCK = 1 << 12  # test images that are compared with such a block at once: 1 GiB of scores
-Metric = Literal["euclidean", "cosine"]
 
 
 class Neighbours(NamedTuple):
     """The k nearest training images of each test image, nearest first. On the CPU."""
 
-    scores: (
-        Tensor  # (n_test, k) float32; larger is nearer. cosine: the similarity; euclidean: only its order has a meaning
-    )
-    labels: Tensor  # (n_test, k) int64
+    scores: Tensor
+    """(n_test, k) float32, larger is nearer. cosine: the similarity; euclidean: only the order in a row has a meaning."""
+    labels: Tensor
+    """(n_test, k) int64."""
 
 
 def knn_top1(train: Features, test: Features, k: int, device: torch.device) -> float:
@@ -46,13 +45,12 @@ def weighted_knn_top1(
     A neighbour's vote has the weight exp(similarity / temperature) (Wu et al., CVPR 2018, section 3.4). One search serves
     all numbers of neighbours."""
     neighbours = nearest_neighbours(train, test, max(ks), "cosine", device)
-    num_classes = len(train.class_names)
-    return {
-        k: _percent(
-            weighted_vote(neighbours.scores[:, :k], neighbours.labels[:, :k], num_classes, temperature), test.labels
-        )
-        for k in ks
-    }
+    top1 = {}
+    for k in ks:
+        nearest = Neighbours(neighbours.scores[:, :k], neighbours.labels[:, :k])
+        predicted = weighted_vote(*nearest, len(train.class_names), temperature)
+        top1[k] = _percent(predicted, test.labels)
+    return top1
 
 
 def check_neighbours(k: int, num_train: int) -> None:
@@ -64,7 +62,9 @@ def check_neighbours(k: int, num_train: int) -> None:
 
 
 @torch.inference_mode()
-def nearest_neighbours(train: Features, test: Features, k: int, metric: Metric, device: torch.device) -> Neighbours:
+def nearest_neighbours(
+    train: Features, test: Features, k: int, metric: Literal["euclidean", "cosine"], device: torch.device
+) -> Neighbours:
     """Find the k nearest training images of each test image.
 
     Both splits are cut into blocks, so the device holds about 2 GiB for 2,048 features, for any number of images.
