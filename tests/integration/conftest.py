@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -47,14 +47,21 @@ def unbroken_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Un
 
 
 @pytest.fixture
-def two_ranks(command: Callable[..., Arguments], tmp_path: Path) -> Iterator[Callable[..., list[Started]]]:
-    """Return a function that starts two ranks with faults in the second one. Kill both at the end of the test."""
-    started: list[Started] = []
+def begin(tmp_path: Path) -> Iterator[Callable[..., list[Started]]]:
+    """Return a function that starts ranks. Kill all of them at the end of the test."""
+    running: list[Started] = []
 
-    def begin(*more: str, **faults: Any) -> list[Started]:
-        started.extend(start(command(*more), tmp_path, Faults(on_rank=1, **faults), ranks=2))
+    def call(command: Arguments, ranks: int = 1, **faults: object) -> list[Started]:
+        running.extend(started := start(command, tmp_path, Faults(**faults), ranks))  # type: ignore[arg-type]
         return started
 
-    yield begin
-    for process in started:
-        process.kill()
+    yield call
+    for process in running:
+        if process.is_running():
+            process.kill()
+
+
+@pytest.fixture
+def two_ranks(command: Callable[..., Arguments], begin: Callable[..., list[Started]]) -> Callable[..., list[Started]]:
+    """Return a function that starts two ranks of `command` with faults in the second one."""
+    return lambda *more, **faults: begin(command(*more), ranks=2, on_rank=1, **faults)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.conftest import ROOT
 
@@ -20,8 +19,3 @@ def run(*arguments: str, ranks: int = 1, timeout: float = 120) -> subprocess.Com
     return subprocess.run(
         [*start, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
-
-
-def wmse(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `wmse ARGUMENTS`."""
-    return run("-m", "trainer", *map(str, arguments), ranks=ranks)

@@ -8,14 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults import Faults, start
 from tests.integration.run_files import metrics, state
 from tests.processes import Started, wait_until
 from trainer.cli import main
@@ -32,21 +31,6 @@ def arguments(tiny_set: Path, tiny_config: Path, tmp_path: Path) -> Callable[...
         return ["pretrain", "--config", tiny_config, "--data.root", tiny_set, "--run_dir", tmp_path / name, *more]
 
     return make
-
-
-@pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., list[Started]]]:
-    """Return a function that starts ranks. Kill all of them at the end of the test."""
-    running: list[Started] = []
-
-    def call(command: Arguments, ranks: int = 1, **faults: object) -> list[Started]:
-        running.extend(started := start(command, tmp_path, Faults(**faults), ranks))  # type: ignore[arg-type]
-        return started
-
-    yield call
-    for process in running:
-        if process.is_running():
-            process.kill()
 
 
 def is_training(run_dir: Path) -> bool:

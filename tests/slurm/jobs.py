@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests.conftest import ROOT
-from tests.integration.launch import wmse
+from tests.integration.launch import run
 
 FINAL = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
 STOPS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -30,7 +30,7 @@ def command(*arguments: str | Path) -> str:
 
 def run_wmse(*arguments: str | Path) -> str:
     """Run `wmse ARGUMENTS`, check that it succeeds, and return its output."""
-    done = wmse(*arguments)
+    done = run("-m", "trainer", *map(str, arguments))
     assert done.returncode == 0, f"wmse {arguments}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -3,13 +3,12 @@
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from tests.processes import free_port
+from tests.processes import free_port, wait_until
 from trainer.distributed import peers as module
 from trainer.distributed.peers import Failure, LostRankError, Peers
 from trainer.distributed.ranks import Ranks
@@ -44,20 +43,13 @@ def of_rank(store: dist.Store, rank: int, world_size: int = 2) -> Peers:
     return Peers(store, Ranks(rank, world_size))
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_the_first_failure_ends_the_other_ranks_with_its_exit_code(store: dist.Store, ends: list[int]) -> None:
     first, second, third = (of_rank(store, rank, 3) for rank in range(3))
     told: list[Failure] = []
     with second.watched(lambda failure: None), first.watched(told.append):
         second.tell(InputError("no folder /x"))
         third.tell(RuntimeError("later"))
-        wait_for(lambda: bool(ends))
+        wait_until(lambda: bool(ends), seconds=10)
     assert ends == [2]
     assert told[0].exit_code == 2
     assert told[0].message.startswith("rank 1 on ")
@@ -68,7 +60,7 @@ def test_a_rank_that_ends_in_time_is_not_ended_by_its_thread(store: dist.Store, 
     first, second = of_rank(store, 0), of_rank(store, 1)
     with first.watched(lambda failure: None):
         second.tell(RuntimeError("gone"))
-        wait_for(lambda: first.heard is not None)
+        wait_until(lambda: first.heard is not None, seconds=10)
     time.sleep(0.4)
     assert ends == []
     cause = first.cause_of(dist.DistStoreError("Connection closed"))
@@ -87,7 +79,7 @@ def test_the_end_waits_for_a_checkpoint_in_progress(store: dist.Store, ends: lis
         time.sleep(1.0)
         assert ends == []
         saving.clear()
-        wait_for(lambda: ends == [1])
+        wait_until(lambda: ends == [1], seconds=10)
 
 
 def test_rank_0_keeps_the_store_until_every_other_rank_has_read_it(
