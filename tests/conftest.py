@@ -40,7 +40,8 @@ data: {images_per_step: 16, threads: 1, read_ahead_steps: 1, test_split: val}
 optimizer: {name: adam, learning_rate: 1e-3, learning_rate_rule: fixed, epochs: 3, warmup_steps: 2}
 checkpoint: {every_minutes: 0}
 log: {every_steps: 1, tensorboard: false}
-evaluate: {images_per_batch: 16, probe_epochs: 5, probe_batch_size: 16}
+evaluate: {images_per_batch: 16}
+linear: {epochs: 5, batch_size: 16}
 precision: fp32
 device: cpu
 """

@@ -242,13 +242,13 @@ def preview(words: Words) -> int:
     return DONE
 
 
-def _evaluation(command: Callable[[Words], int], words: Words, measures: Words) -> int:
+def _evaluation(command: Callable[[Words], int], words: Words, protocols: Words | None) -> int:
     from trainer.evaluate.cli import add_evaluation_arguments, evaluate_run
 
     parser = _parser(command)
     add_evaluation_arguments(parser)
     own, settings = _parse_with_settings(parser, words)
-    return evaluate_run(own, settings, measures)
+    return evaluate_run(own, settings, protocols)
 
 
 def probe(words: Words) -> int:
@@ -262,8 +262,8 @@ def knn(words: Words) -> int:
 
 
 def evaluate(words: Words) -> int:
-    """Measure the encoder of a run by the linear probe and by k-NN, with features that are computed once."""
-    return _evaluation(evaluate, words, ["linear", "knn"])
+    """Measure the encoder of a run by the protocols of evaluate.protocols, with features that are computed once."""
+    return _evaluation(evaluate, words, None)
 
 
 def status(words: Words) -> int:

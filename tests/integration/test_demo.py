@@ -12,7 +12,7 @@ FIGURES = ("linear_top1", "linear_standardised_top1", "knn_top1", "random_linear
 def test_the_demo_writes_a_report_a_picture_and_a_table(tmp_path: Path) -> None:
     done = run("-m", "trainer", "demo", "--run_dir", str(tmp_path / "demo"), "--max_steps", "12", "--views.size", "16",
                "--views.eval_resize", "16", "--log.every_steps", "4",
-               "--evaluate.probe_epochs", "2", timeout=300)  # fmt: skip
+               "--linear.epochs", "2", timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert all(10 < report[name] < 100 for name in FIGURES)

@@ -53,9 +53,12 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
 
 
 def results(run_dir: Path) -> dict[str, Any]:
-    """Return the results by file name, without the time, which differs between equal measurements."""
+    """Return the results by file name, without the times, which differ between equal measurements."""
     found = {path.name: json.loads(path.read_text()) for path in (run_dir / "eval").glob("*.json")}
-    return {name: {key: value for key, value in result.items() if key != "time"} for name, result in found.items()}
+    return {
+        name: {key: value for key, value in result.items() if key not in ("time", "seconds")}
+        for name, result in found.items()
+    }
 
 
 def write_state(run_dir: Path, status: str, age: float = 0.0, **more: Any) -> None:
@@ -123,11 +126,11 @@ def test_a_second_start_measures_the_missing_results(run_dir: Path, monkeypatch:
     whole = results(run_dir)
     (run_dir / "eval" / "knn_2.json").rename(run_dir / "eval" / ".knn_2.json.a1b2c3")
     (run_dir / "eval" / "linear_3.json").write_text('{"top1": 5')
-    (run_dir / "eval" / "linear_2.json").write_text('{"top1": "mine"}')
+    (run_dir / "eval" / "linear_2.json").write_text('{"figures": ["mine"]}')
     steps = loaded_steps(monkeypatch)
     follow_run(run_dir, [], BOTH, POLL)
     assert steps == [2, 3]
-    assert results(run_dir) == whole | {"linear_2.json": {"top1": "mine"}}
+    assert results(run_dir) == whole | {"linear_2.json": {"figures": ["mine"]}}
     assert {path.name for path in (run_dir / "eval").iterdir()} == {*whole, ".lock"}
     steps.clear()
     follow_run(run_dir, [], BOTH, POLL)
@@ -180,7 +183,7 @@ def test_results_of_other_settings_are_kept_separately(run_dir: Path) -> None:
     follow_run(run_dir, [], ("knn",), POLL)
     before = results(run_dir)
     for _ in range(2):
-        follow_run(run_dir, ["--evaluate.knn_k", "3"], ("knn",), POLL)
+        follow_run(run_dir, ["--knn.k", "3"], ("knn",), POLL)
         found = results(run_dir)
         assert len(found) == 6
         assert {name: found[name] for name in before} == before

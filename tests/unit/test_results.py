@@ -14,7 +14,7 @@ from trainer.cluster.runs import newest_evaluation
 from trainer.config.loading import load_config
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.evaluate import evaluator, results
+from trainer.evaluate import evaluator, protocol, results
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
 from trainer.run.checkpoint import load_checkpoint, save_checkpoint
@@ -50,10 +50,10 @@ def knn(run_dir: Path, which: str = "last", *settings: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("--evaluate.knn_k", "3"),
+        ("--knn.k", "3"),
         ("--data.test_split", "train"),
         ("--evaluate.precision", "bf16"),
-        ("--views.eval_resize", "40"),
+        ("--views.eval_resize", "40", "--evaluate.allow_differences", "true"),
     ],
 )
 def test_results_of_other_settings_have_separate_files(run_dir: Path, settings: tuple[str, ...]) -> None:
@@ -71,7 +71,7 @@ def test_results_of_other_settings_have_separate_files(run_dir: Path, settings: 
 
 def test_settings_that_do_not_change_the_figure_do_not_change_the_file_name(run_dir: Path) -> None:
     knn(run_dir)
-    knn(run_dir, "last", "--evaluate.probe_epochs", "3", "--data.threads", "2")
+    knn(run_dir, "last", "--linear.epochs", "3", "--data.threads", "2")
     assert set(kept(run_dir)) == {"knn_1.json"}
 
 
@@ -154,10 +154,10 @@ def test_out_writes_to_a_new_file_only(run_dir: Path, tmp_path: Path, capsys: py
 
 
 def test_too_many_neighbours_are_refused_before_the_work(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match="knn_k is 49, but the training split has 48 images"):
-        knn(run_dir, "last", "--evaluate.knn_k", "49")
+    with pytest.raises(InputError, match="knn.k is 49, but the training split has 48 images"):
+        knn(run_dir, "last", "--knn.k", "49")
     assert "encoder of step" not in capsys.readouterr().err
-    assert knn(run_dir, "last", "--evaluate.knn_k", "48")["k"] == 48
+    assert knn(run_dir, "last", "--knn.k", "48")["k"] == 48
 
 
 @pytest.mark.parametrize("which", ["last", "random"])
@@ -168,6 +168,6 @@ def test_a_missing_test_split_is_refused_before_images_are_encoded(
         raise AssertionError("images were encoded")
 
     monkeypatch.setattr(evaluator, "untrained_encoder", encodes)
-    monkeypatch.setattr(evaluator, "extract", encodes)
+    monkeypatch.setattr(protocol, "extract", encodes)
     with pytest.raises(InputError, match="no split 'nothing'"):
         knn(run_dir, which, "--data.test_split", "nothing")

@@ -20,6 +20,8 @@ from trainer.errors import InputError
 from trainer.evaluate.features import Place
 from trainer.evaluate.splits import open_splits, unusable_files
 
+ALLOWED = ("--evaluate.allow_differences", "true")
+
 
 def write_shard(path: Path, labels: list[int]) -> None:
     """Write a shard with labels and without class names."""
@@ -33,18 +35,18 @@ def write_shard(path: Path, labels: list[int]) -> None:
                 tar.addfile(member, BytesIO(data))
 
 
-def place_of(root: Path, train: list[int], val: list[int]) -> Place:
+def place_of(root: Path, train: list[int], val: list[int], *settings: str) -> Place:
     """Write shards of two splits with these labels, and return where they are evaluated."""
     write_shard(root / "train-000000.tar", train)
     write_shard(root / "val-000000.tar", val)
     (root / "tiny.yaml").write_text(TINY)
-    return Place(load_config(root / "tiny.yaml", ["--data.root", str(root)]), Ranks(), torch.device("cpu"))
+    return Place(load_config(root / "tiny.yaml", ["--data.root", str(root), *settings]), Ranks(), torch.device("cpu"))
 
 
 def test_a_class_without_test_images_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """This includes the last class, whose number appears only in the training shards."""
     with caplog.at_level(logging.INFO):
-        train, test = open_splits(place_of(tmp_path, [0, 0, 1, 2, 2, 2, 3], [0, 2, 2]))
+        train, test = open_splits(place_of(tmp_path, [0, 0, 1, 2, 2, 2, 3], [0, 2, 2], *ALLOWED))
     assert test.labels.tolist() == [0, 2, 2]
     assert train.labels.tolist() == [0, 0, 1, 2, 2, 2, 3]
     assert "no image of 2 of the 4 classes, which are not measured: 1, 3" in caplog.text
@@ -54,14 +56,14 @@ def test_a_class_without_test_images_is_named(tmp_path: Path, caplog: pytest.Log
 def test_a_class_without_training_images_is_named_and_its_images_count_as_wrong(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train, test = open_splits(place_of(tmp_path, [0, 1, 1], [0, 4, 4, 1]))
+    train, test = open_splits(place_of(tmp_path, [0, 1, 1], [0, 4, 4, 1], *ALLOWED))
     # the label of class 4 is a number that is never predicted
     assert min(label for label in test.labels if label > 1) >= len(train.class_names)
     assert "no image of 1 classes of the split 'val', whose 2 images count as wrong: 4" in caplog.text
 
 
 def test_classes_are_matched_by_name_and_not_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place_of(tmp_path, [0, 1, 2], [0, 1, 2])
+    place = place_of(tmp_path, [0, 1, 2], [0, 1, 2], *ALLOWED)
     original = distributed.open_images
 
     def opened(data: DataConfig, split: str, **options: bool) -> object:
@@ -79,6 +81,8 @@ def test_classes_are_matched_by_name_and_not_by_number(tmp_path: Path, monkeypat
     ("train", "val", "message"),
     [
         ([1, 1, 1], [1, 1], r"'train' in .* has labelled images of one class only \(1\)"),
+        ([0, 1, 3], [0, 1], r"'val' has no image of 1 of the 3 classes.*: 3.*--evaluate.allow_differences true"),
+        ([0, 1], [0, 1, 2], r"'train' has no image of 1 classes .* whose 1 images count as wrong: 2"),
         ([0, 1], [2, 3], r"have no class in common: the first has images of 0, 1, the second of 2, 3"),
         ([0, 1], [-1, -1], r"'val' in .* has no labelled images"),
         ([-1, -1], [0, 1], r"'train' in .* has no labelled images"),

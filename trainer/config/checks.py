@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from trainer.config.evaluation import PROTOCOLS
 from trainer.config.names import closest
 from trainer.config.schema import METHODS, Config, OptimizerConfig, ViewsConfig
 from trainer.config.setting import all_settings, allowed_range
@@ -29,6 +30,7 @@ def check(config: Config, *, method: bool = True) -> list[str]:
         *_early_sizes(config),
         *_precision(config),
         *_optimizer(config.optimizer),
+        *_evaluation(config),
     ]
 
 
@@ -74,6 +76,38 @@ def _views(v: ViewsConfig) -> list[str]:
         )
     if min(v.std) <= 0:
         problems.append(f"views.std is {list(v.std)}: give a number above 0 for each channel")
+    return problems
+
+
+def _evaluation(config: Config) -> list[str]:
+    problems = []
+    for name in config.evaluate.protocols:
+        if name not in (*PROTOCOLS, "all"):
+            hint = closest(name, PROTOCOLS) or f": choose from {', '.join(PROTOCOLS)}, or all"
+            problems.append(f"evaluate.protocols names {name!r}, which does not exist{hint}")
+    for section in ("linear_sgd", "finetune"):
+        low, high = getattr(config, section).crop_area
+        if not 0 < low <= high <= 1:
+            problems.append(
+                f"{section}.crop_area is [{low:g}, {high:g}]: give two shares above 0 and at most 1, the smaller one first"
+            )
+    lists = {
+        "evaluate.protocols": config.evaluate.protocols,
+        "linear_sgd.learning_rates": config.linear_sgd.learning_rates,
+        "linear_sgd.weight_decays": config.linear_sgd.weight_decays,
+        "knn_cosine.k": config.knn_cosine.k,
+        "few_labels.shares": config.few_labels.shares,
+        "finetune.shares": config.finetune.shares,
+    }
+    for key, values in lists.items():
+        # Each value names a figure, so none may occur twice.
+        if not values or len(set(values)) < len(values):
+            problems.append(f"{key} is {list(values)}: give at least one value, and each only once")
+    f = config.finetune
+    if len(f.shares) != len(f.epochs):
+        problems.append(
+            f"finetune.epochs is {list(f.epochs)}: give one number for each of finetune.shares {list(f.shares)}"
+        )
     return problems
 
 

@@ -26,7 +26,16 @@ from trainer.files import shipped_folder, write_text
 # Sources of values that are not files.
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-ALIASES = {"loss.slice_size": "wmse.slice_size"}  # names of earlier versions, and the settings that they mean now
+# Names of earlier versions, and the settings that they mean now.
+ALIASES = {
+    "loss.slice_size": "wmse.slice_size",
+    "evaluate.probe_epochs": "linear.epochs",
+    "evaluate.probe_batch_size": "linear.batch_size",
+    "evaluate.probe_rate_start": "linear.rate_start",
+    "evaluate.probe_rate_end": "linear.rate_end",
+    "evaluate.probe_weight_decay": "linear.weight_decay",
+    "evaluate.knn_k": "knn.k",
+}
 PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ means the home folder
 
 
@@ -229,11 +238,15 @@ def _typed(parser: ArgumentParser, words: list[_Word], problems: list[str]) -> d
 def _plain_value(word: _Word) -> str:
     """Rewrite the value so that YAML 1.1 and 1.2 read it alike. Raises yaml.YAMLError if it is text instead of a number."""
     # A text may look like a number: a run folder can have the name 010.
-    if isinstance(flatten(Config())[word.key], str):
+    default = flatten(Config())[word.key]
+    if isinstance(default, str):
         return word.text
     value = read_value(word.text)
+    is_names = isinstance(default, tuple) and all(isinstance(item, str) for item in default) and default != ()
+    if is_names and isinstance(value, str):
+        value = value.split(",")  # a,b is easier to type in a shell than [a,b]
     items = value if isinstance(value, list) else [value]
-    if any(isinstance(item, str) for item in items):
+    if any(isinstance(item, str) for item in items) and not is_names:
         raise yaml.YAMLError(f"{word.text} is text")
     return _as_yaml(value)
 

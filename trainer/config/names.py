@@ -36,7 +36,8 @@ _ELSEWHERE = {
     "precision": "amp fp16 bf16 mixed_precision dtype",
     "checkpoint.every_steps": "save_every save_freq save_steps save_interval",
     "log.every_steps": "log_every log_freq log_interval print_freq log_steps",
-    "evaluate.knn_k": "k knn",
+    "knn.k": "knn_k k knn",
+    "knn_cosine.temperature": "knn_t",
     "init_from": "pretrained weights init finetune",
     "seed": "random_seed manual_seed",
 }

@@ -12,6 +12,16 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.config.evaluation import (
+    DiagnosticsConfig,
+    EvaluateConfig,
+    FewLabelsConfig,
+    FinetuneConfig,
+    KNNConfig,
+    KNNCosineConfig,
+    LinearConfig,
+    LinearSGDConfig,
+)
 from trainer.config.setting import all_settings, setting
 from trainer.methods.settings import MethodSettings
 from trainer.methods.simclr.settings import SimCLRSettings
@@ -225,30 +235,6 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """Linear probe and k-NN, as in section 4 of the W-MSE paper."""
-
-    images_per_batch: int = setting(256, between=(1, None), shapes_result=False)
-    """Number of images that a rank encodes at once."""
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("fp32", shapes_result=False)
-    """Precision in which the encoder computes features, independent of the precision of training. auto: bf16 if the device
-    is fast in it, else fp32."""
-    probe_epochs: int = setting(500, between=(1, None), shapes_result=False)
-    """Epochs of the linear probe."""
-    probe_batch_size: int = setting(1000, between=(1, None), shapes_result=False)
-    """Batch size of the linear probe."""
-    probe_rate_start: float = setting(1e-2, between=(1e-12, None), shapes_result=False)
-    """Learning rate of Adam in the first epoch of the linear probe."""
-    probe_rate_end: float = setting(1e-6, between=(1e-12, None), shapes_result=False)
-    """Learning rate of Adam in the last epoch; it decays exponentially in between."""
-    probe_weight_decay: float = setting(5e-6, between=(0, None), shapes_result=False)
-    """L2 weight decay of the linear probe."""
-    knn_k: int = setting(5, between=(1, None), shapes_result=False)
-    """Number of neighbours that vote, at most the number of labelled training images. Distances are Euclidean on unscaled
-    features; ties go to the smallest label."""
-
-
-@dataclass(frozen=True)
 class Config:
     """Settings of one run, with a section for each part of the program."""
 
@@ -303,6 +289,13 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    linear_sgd: LinearSGDConfig = field(default_factory=LinearSGDConfig)
+    knn: KNNConfig = field(default_factory=KNNConfig)
+    knn_cosine: KNNCosineConfig = field(default_factory=KNNCosineConfig)
+    few_labels: FewLabelsConfig = field(default_factory=FewLabelsConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
 
     @property
     def method_settings(self) -> MethodSettings:

@@ -98,10 +98,13 @@ def size_at(sizes: Sequence[tuple[int, int]], step: int) -> int:
     return next(size for first, size in reversed(sizes) if step >= first)
 
 
-def train_requests(planner: Planner, sizes: Sequence[tuple[int, int]] = ()) -> Callable[[int], Request]:
+def train_requests(
+    planner: Planner, sizes: Sequence[tuple[int, int]] = (), image_ids: NDArray[np.int64] | None = None
+) -> Callable[[int], Request]:
     """Return the function that gives the request of each training step, made from its plan.
 
     sizes: as for `ViewLoader`. A smaller view shows the same crop at a lower resolution, so its blur shrinks with it.
+    image_ids: the images that the planner numbers from 0 on; None: all images of the index.
     """
 
     def request(step: int) -> Request:
@@ -109,7 +112,8 @@ def train_requests(planner: Planner, sizes: Sequence[tuple[int, int]] = ()) -> C
         if sizes:
             scale = size_at(sizes, step) / planner.recipe.size
             plan = plan._replace(blur_sigma=plan.blur_sigma * scale)
-        return Request(plan.image_ids, lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths))
+        ids = plan.image_ids if image_ids is None else image_ids[plan.image_ids]
+        return Request(ids, lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths))
 
     return request
 

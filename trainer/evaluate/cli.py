@@ -43,21 +43,21 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def evaluate_run(options: argparse.Namespace, settings: Sequence[str], measures: Sequence[str]) -> int:
+def evaluate_run(options: argparse.Namespace, settings: Sequence[str], names: Sequence[str] | None) -> int:
     """Measure one checkpoint, or follow a run. Returns the exit code.
 
-    measures: a selection of "linear" and "knn"."""
+    names: protocols; None: those of `evaluate.protocols`."""
     if options.follow is not None:
-        return _follow(options, settings, measures)
+        return _follow(options, settings, names)
     if options.poll_seconds is not None:
         raise InputError("--poll_seconds only applies to --follow: give --follow DIR instead of --run_dir DIR")
     from trainer.evaluate.run import run_evaluation
 
-    run_evaluation(options.run_dir, options.checkpoint or "last", settings, measures, options.out)
+    run_evaluation(options.run_dir, options.checkpoint or "last", settings, names, options.out)
     return DONE
 
 
-def _follow(options: argparse.Namespace, settings: Sequence[str], measures: Sequence[str]) -> int:
+def _follow(options: argparse.Namespace, settings: Sequence[str], names: Sequence[str] | None) -> int:
     if options.checkpoint is not None:
         raise InputError("--checkpoint only applies to --run_dir: remove it, since --follow measures every checkpoint")
     if options.out is not None:
@@ -72,5 +72,5 @@ def _follow(options: argparse.Namespace, settings: Sequence[str], measures: Sequ
         # This import takes seconds, so it follows the handlers.
         from trainer.evaluate.follow import follow_run
 
-        follow_run(options.follow, settings, measures, poll_seconds)
+        follow_run(options.follow, settings, names, poll_seconds)
     return DONE

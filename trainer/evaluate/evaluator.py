@@ -13,28 +13,41 @@ from typing import Any
 from trainer.config.changes import plain_settings
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
+from trainer.data.printable import printable
 from trainer.distributed.device import PRECISION_NAMES, choose_device
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
+from trainer.evaluate.diagnostics import DIAGNOSTICS
 from trainer.evaluate.features import (
     Encode,
-    Features,
     Place,
     Split,
     encoding_dtype,
-    extract,
     raw_pixels,
     trained_encoder,
     untrained_encoder,
 )
-from trainer.evaluate.knn import check_neighbours, knn_top1
-from trainer.evaluate.linear import linear_probe, standardise
+from trainer.evaluate.finetune import FINETUNE
+from trainer.evaluate.knn import KNN, KNN_COSINE
+from trainer.evaluate.linear import FEW_LABELS, LINEAR
+from trainer.evaluate.linear_sgd import LINEAR_SGD
+from trainer.evaluate.protocol import Protocol, Subject
 from trainer.evaluate.results import Results, Source
 from trainer.evaluate.splits import classes_with_images, open_splits, unusable_files
 from trainer.models.networks import EncoderNetwork, build_encoder_network
 from trainer.run.checkpoint import choose_checkpoint, load_checkpoint, put_encoder
 from trainer.run.commit import git_commit
 
+# The protocols by their names in `evaluate.protocols`; trainer.config.evaluation.PROTOCOLS lists the same names.
+PROTOCOLS: dict[str, Protocol] = {
+    "linear": LINEAR,
+    "linear_sgd": LINEAR_SGD,
+    "knn": KNN,
+    "knn_cosine": KNN_COSINE,
+    "few_labels": FEW_LABELS,
+    "finetune": FINETUNE,
+    "diagnostics": DIAGNOSTICS,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -56,20 +69,30 @@ class Evaluator:
         # A result whose settings differ from those of the run gets another file name.
         self.config = load_config(config_path, settings)
         config_of_run = load_config(config_path, [])
-        self.results = Results(run_dir, config_of_run, self.config, out)
+        shaping = {name: protocol.settings for name, protocol in PROTOCOLS.items()}
+        self.results = Results(run_dir, config_of_run, self.config, shaping, out)
         device = choose_device(self.config, ranks)
         self.place = Place(self.config, ranks, device)
 
     @cached_property
     def splits(self) -> tuple[Split, Split]:
-        """The split that the probe and k-NN learn from, and the split that they are tested on."""
+        """The split that the protocols learn from, and the split that they are tested on."""
         return open_splits(self.place)
 
-    def check(self, measures: Sequence[str]) -> None:
-        """Open the splits. Every rank calls this. Raises InputError if the splits do not allow these measures."""
-        train, _ = self.splits
-        if "knn" in measures:
-            check_neighbours(self.config.evaluate.knn_k, len(train.labelled))
+    def protocols(self, names: Sequence[str], which: str) -> list[str]:
+        """Return the names of the protocols to run. names: from `evaluate.protocols`, or those of a command.
+
+        which: as for `run_evaluation`. Raises InputError if a protocol is named that cannot measure it."""
+        chosen = list(PROTOCOLS) if "all" in names else list(names)
+        refused = [name for name in chosen if which == "pixels" and PROTOCOLS[name].trains_encoder]
+        if refused and "all" not in names:
+            raise InputError(f"{', '.join(refused)} trains the encoder, but raw pixels have none: remove it")
+        return [name for name in chosen if name not in refused]
+
+    def check(self, names: Sequence[str]) -> None:
+        """Open the splits. Every rank calls this. Raises InputError if the splits do not allow these protocols."""
+        for name in names:
+            PROTOCOLS[name].check(self.config, *self.splits)
 
     @cached_property
     def _model(self) -> EncoderNetwork:
@@ -92,21 +115,62 @@ class Evaluator:
 
         Raises InputError if the checkpoint is of another model."""
         _check_same_encoder(content["config"], self.config, path)
+        self._check_data(content, path)
         put_encoder(self._model, content["model"], path)
         _log.info("loaded the encoder of step %d from %s", content["step"], path)
         return trained_encoder(self._model)
 
-    def measure(self, encode: Encode, source: Source, measures: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (measure, result) one by one on rank 0, nothing on other ranks. Every rank calls this."""
-        self.check(measures)
-        train_split, test_split = self.splits
-        # Every rank encodes a share of the images. The measures themselves run on rank 0 alone.
+    def _check_data(self, content: dict[str, Any], path: Path) -> None:
+        """Compare the size of the images and the classes with those of the training.
+
+        Raises InputError if they differ, or logs it if `evaluate.allow_differences` is set."""
+        now = plain_settings(self.config)
+        trained = content["config"]
+        differences = [
+            f"{key} is {now[key]}, but {path} was trained with {trained[key]}"
+            for key in ("views.size", "views.eval_resize", "views.interpolation")
+            if trained[key] != now[key]
+        ]
+        # A run on images without classes, and older checkpoints, have no names.
+        names = content.get("class_names") or []
+        own_names = self.splits[0].class_names
+        if names and sorted(names) != sorted(own_names):
+            differences.append(
+                f"{path} was trained on other classes ({_some(names)}) than those of the evaluation ({_some(own_names)})"
+            )
+        if differences and not self.config.evaluate.allow_differences:
+            raise InputError(
+                f"{'; '.join(differences)}. Use the settings and the data set of the training, or set "
+                "--evaluate.allow_differences true to measure something else on purpose"
+            )
+        for line in differences:
+            _log.warning("%s", line)
+
+    def measure(self, encode: Encode, source: Source, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (protocol, result) one by one on rank 0, nothing on other ranks. Every rank calls this."""
+        self.check(names)
+        subject = Subject(encode, self.place, *self.splits)
+        # Protocols that run on rank 0 alone come last: other ranks would wait for them, and the wait has a limit.
+        together = [name for name in names if PROTOCOLS[name].needs == "loader"]
+        alone = [name for name in names if PROTOCOLS[name].needs == "features"]
+        if alone:
+            self._encode(subject)
+        for name in [*together, *alone]:
+            if name in alone and not self.place.ranks.is_first:
+                return
+            subject.state_path = self.results.state_path(name, source)
+            subject.identity = self.results.identity(name, source, *self.splits)
+            began = time.perf_counter()
+            figures = PROTOCOLS[name].measure(subject)
+            if self.place.ranks.is_first:
+                about = self._about(name, source, subject)
+                yield name, figures | about | {"seconds": round(time.perf_counter() - began, 1)}
+
+    def _encode(self, subject: Subject) -> None:
+        """Compute the features of both splits. Every rank encodes a share of the images."""
         began = time.perf_counter()
-        train = extract(encode, train_split, self.place)
-        test = extract(encode, test_split, self.place)
+        train, test = subject.train, subject.test
         seconds = time.perf_counter() - began
-        if not self.place.ranks.is_first:
-            return
         _log.info(
             "encoded %d training and %d test images into %d features in %.1f s",
             len(train.x),
@@ -114,25 +178,25 @@ class Evaluator:
             train.x.shape[1],
             seconds,
         )
-        for measure in measures:
-            figures = _MEASURES[measure](train, test, self.place)
-            yield measure, figures | self._about(measure, source, train, test)
 
-    def _about(self, measure: str, source: Source, train: Features, test: Features) -> dict[str, Any]:
+    def _about(self, name: str, source: Source, subject: Subject) -> dict[str, Any]:
         """Return the part of a result that says what was measured and how."""
         train_split, test_split = self.splits
+        test = subject.test
+        # A protocol that reads images itself need not compute the features of the training split.
+        train = subject.encoded_train
         learnt = classes_with_images(train_split)
         tested = classes_with_images(test_split)
         # Both splits number the classes alike, see `splits.in_classes_of`.
         names = test_split.class_names
         return {
-            **self.results.about(measure, source),
+            **self.results.about(name, source),
             "train_fingerprint": train_split.index.fingerprint,
             "test_fingerprint": test_split.index.fingerprint,
-            "features": train.x.shape[1],
-            "train_images": len(train.x),
+            "features": test.x.shape[1],
+            "train_images": len(train.x) if train else len(train_split.labelled),
             "test_images": len(test.x),
-            "skipped": train.skipped + test.skipped,
+            "skipped": test.skipped + (train.skipped if train else 0),
             "unusable_files": unusable_files(train_split) + unusable_files(test_split),
             "classes": len(learnt),
             "classes_without_test_images": [names[number] for number in learnt if number not in tested],
@@ -150,6 +214,12 @@ def _plain_model(config: Config) -> EncoderNetwork:
     return build_encoder_network(plain_config)
 
 
+def _some(names: Sequence[str]) -> str:
+    """Name the first three of a list of classes."""
+    shown = ", ".join(printable(name) for name in names[:3])
+    return f"{len(names)} classes: {shown}, ..." if len(names) > 3 else shown
+
+
 def _check_same_encoder(trained: dict[str, Any], config: Config, path: Path) -> None:
     """Raise InputError if a setting that the encoder depends on differs from its training."""
     # Two scalings of the pixels have the same weights, so comparing tensors would not show the difference.
@@ -159,40 +229,3 @@ def _check_same_encoder(trained: dict[str, Any], config: Config, path: Path) -> 
             raise InputError(
                 f"{key} is {now[key]}, but {path} was trained with {trained[key]}: set {key} to {trained[key]}"
             )
-
-
-def _linear(train: Features, test: Features, place: Place) -> dict[str, Any]:
-    """Measure the linear probe on raw and on standardised features."""
-    config = place.config.evaluate
-    seed = place.config.seed
-    raw = linear_probe(train, test, config, place.device, seed)
-    # The second classifier shows how much of a low figure is due to badly scaled features.
-    scaled_train, scaled_test = standardise(train, test)
-    title = "linear probe, standardised"
-    standardised = linear_probe(scaled_train, scaled_test, config, place.device, seed, title)
-    rates = f"learning rate {config.probe_rate_start:g} to {config.probe_rate_end:g}"
-    return {
-        "top1": round(raw.top1, 4),
-        "top5": round(raw.top5, 4),
-        "standardised_top1": round(standardised.top1, 4),
-        "standardised_top5": round(standardised.top5, 4),
-        "protocol": f"Adam, {config.probe_epochs} epochs, batch size {config.probe_batch_size}, {rates}, "
-        f"weight decay {config.probe_weight_decay:g}, no augmentation, last epoch",
-    }
-
-
-def _knn(train: Features, test: Features, place: Place) -> dict[str, Any]:
-    """Measure k-NN."""
-    k = place.config.evaluate.knn_k
-    # Images that could not be read are skipped, so fewer may remain than the split holds.
-    check_neighbours(k, len(train.x))
-    top1 = knn_top1(train, test, k, place.device)
-    return {
-        "top1": round(top1, 4),
-        "k": k,
-        "metric": "Euclidean, unscaled features",
-        "vote": "majority, ties to the smallest label",
-    }
-
-
-_MEASURES = {"linear": _linear, "knn": _knn}

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class Features:
     labels: Tensor  # (n,) int64
     class_names: list[str]  # by label
     skipped: int  # images that could not be read
+    ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # (n,) in the index of the split
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ class Split:
     def labelled(self) -> np.ndarray:
         """The ids of the images with a label, int64."""
         return np.flatnonzero(self.labels >= 0)
+
+    def only(self, ids: np.ndarray) -> Split:
+        """Return the split in which only the images `ids` have labels, so that only they count."""
+        labels = np.full_like(self.labels, -1)
+        labels[ids] = self.labels[ids]
+        return replace(self, labels=labels)
 
 
 def open_split(name: str, place: Place) -> Split:
@@ -99,7 +106,7 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
     batches = _batches(split.index, own, place)
     title = f"encode images of {split.name}"
     for pixels, asked, shown in with_progress(batches, len(own), title, place.ranks.is_first, _batch_size):
-        with torch.inference_mode(), _in_precision(place):
+        with torch.inference_mode(), in_precision(place):
             features = encode(pixels).float().cpu()
         # The loader shows another image instead of an unusable one, which does not count here.
         is_right = asked == shown
@@ -115,7 +122,7 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
         )
     _check_finite(x, ids, split)
     labels = torch.from_numpy(split.labels[ids])
-    return Features(x, labels, split.class_names, skipped)
+    return Features(x, labels, split.class_names, skipped, torch.from_numpy(ids))
 
 
 def _batch_size(batch: tuple[Tensor, np.ndarray, np.ndarray]) -> int:
@@ -142,7 +149,7 @@ def encoding_dtype(place: Place) -> torch.dtype | None:
 
 
 @contextmanager
-def _in_precision(place: Place) -> Iterator[None]:
+def in_precision(place: Place) -> Iterator[None]:
     """Encode in the precision of `evaluate.precision` while the block runs, and never in TF32."""
     dtype = encoding_dtype(place)
     convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]

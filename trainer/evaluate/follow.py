@@ -27,12 +27,12 @@ _TRIES = 3  # a network file system may show a new checkpoint incomplete for som
 _log = logging.getLogger(__name__)
 
 
-def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], poll_seconds: float) -> None:
+def follow_run(run_dir: Path, settings: Sequence[str], names: Sequence[str] | None, poll_seconds: float) -> None:
     """Measure every checkpoint that has no result yet, oldest first, until the run is over and none is left.
 
     The run may start later. This function may be ended and started again at any time, because results are on the disk.
 
-    settings, measures: as for `run_evaluation`. Raises InputError if the settings do not fit the run."""
+    settings, names: as for `run_evaluation`. Raises InputError if the settings do not fit the run."""
     ranks = find_ranks()
     start_logging(None, ranks.rank)
     if ranks.world_size > 1:
@@ -47,7 +47,8 @@ def follow_run(run_dir: Path, settings: Sequence[str], measures: Sequence[str], 
     evaluator.results.check(must_keep=True)
     # Two evaluators would delete each other's temporary files.
     with lock_run_folder(run_dir / "eval"):
-        follower = _Follower(run_dir, evaluator, measures)
+        protocols = evaluator.protocols(names or evaluator.config.evaluate.protocols, "last")
+        follower = _Follower(run_dir, evaluator, protocols)
         while True:
             # Ask this first: the list of checkpoints then includes all that the run saved before it ended.
             why_over = watch.why_over()
@@ -79,25 +80,25 @@ def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, w
 class _Follower:
     """Measures the checkpoints of a run that have no result yet."""
 
-    def __init__(self, run_dir: Path, evaluator: Evaluator, measures: Sequence[str]) -> None:
+    def __init__(self, run_dir: Path, evaluator: Evaluator, protocols: Sequence[str]) -> None:
         self._checkpoints = run_dir / "checkpoints"
         self._evaluator = evaluator
-        self._measures = measures
+        self._protocols = protocols
         # Failed tries by file and time of writing: a resumed run may write the checkpoint of a step again.
         self._tries: Counter[tuple[Path, float]] = Counter()
 
     def due(self) -> list[tuple[int, Path, list[str]]]:
-        """List (step, file, missing measures) of each checkpoint to measure, oldest first."""
+        """List (step, file, missing protocols) of each checkpoint to measure, oldest first."""
         found = []
         for step, path in list_checkpoints(self._checkpoints):
-            missing = [measure for measure in self._measures if not self._has_result(measure, step)]
+            missing = [name for name in self._protocols if not self._has_result(name, step)]
             if missing and self._tries[path, _written(path)] < _TRIES:
                 found.append((step, path, missing))
         return found
 
-    def _has_result(self, measure: str, step: int) -> bool:
-        path = self._evaluator.results.path(measure, Source(str(step)))
-        return "top1" in read_json(path, [])
+    def _has_result(self, protocol: str, step: int) -> bool:
+        path = self._evaluator.results.path(protocol, Source(str(step)))
+        return "figures" in read_json(path, [])
 
     def measure_all(self) -> None:
         """Measure all checkpoints that are due now. Log and skip a checkpoint that cannot be read."""
@@ -111,14 +112,14 @@ class _Follower:
             self._measure(step, missing, content, path)
 
     def _measure(self, step: int, missing: list[str], content: dict[str, Any], path: Path) -> None:
-        """Make the missing measures of one checkpoint, and write each result at once."""
+        """Run the missing protocols on one checkpoint, and write each result at once."""
         encode = self._evaluator.trained_encoder(content, path)
         source = Source(str(step), path, content["sha256"])
         results = {}
-        for measure, result in self._evaluator.measure(encode, source, missing):
-            results[measure] = result
+        for protocol, result in self._evaluator.measure(encode, source, missing):
+            results[protocol] = result
             try:
-                self._evaluator.results.write(source, {measure: result})
+                self._evaluator.results.write(source, {protocol: result})
             except OSError as error:
                 self._tries[path, _written(path)] += 1
                 _log.error(

@@ -5,7 +5,7 @@ Shapes: n images, F features, C classes, k neighbours.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from trainer.errors import InputError
 from trainer.evaluate.features import Features
+from trainer.evaluate.protocol import Protocol, Subject
+from trainer.evaluate.scores import score
 from trainer.progress import with_progress
 
 _TRAIN_BLOCK = 1 << 16  # training images that are compared at once, 0.5 GiB of 2,048 features
@@ -26,39 +28,6 @@ class Neighbours(NamedTuple):
     """(n_test, k) float32, larger is nearer. cosine: the similarity; euclidean: only the order in a row has a meaning."""
     labels: Tensor
     """(n_test, k) int64."""
-
-
-def knn_top1(train: Features, test: Features, k: int, device: torch.device) -> float:
-    """Return the percentage of test images whose k nearest training images vote for the right class, as in the paper.
-
-    Distances are Euclidean on unscaled features; the majority decides, and ties go to the smallest label."""
-    neighbours = nearest_neighbours(train, test, k, "euclidean", device)
-    predicted = majority_vote(neighbours.labels, len(train.class_names))
-    return _percent(predicted, test.labels)
-
-
-def weighted_knn_top1(
-    train: Features, test: Features, ks: tuple[int, ...], temperature: float, device: torch.device
-) -> dict[int, float]:
-    """Return, for each k, the percentage of test images that the weighted vote of cosine neighbours classifies correctly.
-
-    A neighbour's vote has the weight exp(similarity / temperature) (Wu et al., CVPR 2018, section 3.4). One search serves
-    all numbers of neighbours."""
-    neighbours = nearest_neighbours(train, test, max(ks), "cosine", device)
-    top1 = {}
-    for k in ks:
-        nearest = Neighbours(neighbours.scores[:, :k], neighbours.labels[:, :k])
-        predicted = weighted_vote(*nearest, len(train.class_names), temperature)
-        top1[k] = _percent(predicted, test.labels)
-    return top1
-
-
-def check_neighbours(k: int, num_train: int) -> None:
-    """Raise InputError if there are fewer training images than neighbours."""
-    if k > num_train:
-        raise InputError(
-            f"evaluate.knn_k is {k}, but the training split has {num_train} images: set it to {num_train} or less"
-        )
 
 
 @torch.inference_mode()
@@ -128,5 +97,65 @@ def _add_votes(labels: Tensor, weights: Tensor, num_classes: int) -> Tensor:
     return votes.scatter_add_(1, labels, weights)
 
 
-def _percent(predicted: Tensor, labels: Tensor) -> float:
-    return (predicted == labels).double().mean().item() * 100
+# --- protocols ---
+
+
+def _check_neighbours(setting: str, k: int, num_train: int) -> None:
+    """Raise InputError if there are fewer training images than neighbours."""
+    if k > num_train:
+        raise InputError(f"{setting} is {k}, but the training split has {num_train} images: use {num_train} or less")
+
+
+def _measure_knn(subject: Subject) -> dict[str, Any]:
+    """Measure k-NN as in the paper."""
+    train, test = subject.train, subject.test
+    k = subject.place.config.knn.k
+    # Images that could not be read are skipped, so fewer may remain than the split holds.
+    _check_neighbours("knn.k", k, len(train.x))
+    neighbours = nearest_neighbours(train, test, k, "euclidean", subject.place.device)
+    predicted = majority_vote(neighbours.labels, len(train.class_names))
+    return {
+        "label": f"{k}-nn",
+        "figures": ["top1"],
+        **score(predicted[:, None], test),
+        "k": k,
+        "metric": "Euclidean, unscaled features",
+        "vote": "majority, ties to the smallest label",
+    }
+
+
+def _measure_knn_cosine(subject: Subject) -> dict[str, Any]:
+    """Measure k-NN with weighted votes by cosine similarity (Wu et al., CVPR 2018, section 3.4), for each k."""
+    train, test = subject.train, subject.test
+    config = subject.place.config.knn_cosine
+    _check_neighbours("knn_cosine.k", max(config.k), len(train.x))
+    # One search serves all numbers of neighbours, because the neighbours are sorted.
+    neighbours = nearest_neighbours(train, test, max(config.k), "cosine", subject.place.device)
+    result: dict[str, Any] = {"label": "k-nn, cosine", "figures": [], "by_k": {}}
+    for k in config.k:
+        predicted = weighted_vote(
+            neighbours.scores[:, :k], neighbours.labels[:, :k], len(train.class_names), config.temperature
+        )
+        scores = score(predicted[:, None], test)
+        result["by_k"][str(k)] = scores
+        result[f"k{k}_top1"] = scores["top1"]
+        result["figures"].append(f"k{k}_top1")
+    return {
+        **result,
+        "metric": "cosine similarity",
+        "vote": f"weights exp(similarity / {config.temperature:g}), ties to the smallest label",
+    }
+
+
+KNN = Protocol(
+    _measure_knn,
+    needs="features",
+    settings=("knn.",),
+    check=lambda config, train, test: _check_neighbours("knn.k", config.knn.k, len(train.labelled)),
+)
+KNN_COSINE = Protocol(
+    _measure_knn_cosine,
+    needs="features",
+    settings=("knn_cosine.",),
+    check=lambda config, train, test: _check_neighbours("knn_cosine.k", max(config.knn_cosine.k), len(train.labelled)),
+)

@@ -1,4 +1,4 @@
-"""Linear probe of the paper (section 4): softmax regression on frozen features with Adam.
+"""Linear probe of the paper (section 4): softmax regression on frozen features with Adam, on all labels or on a few.
 
 Shapes: n images, F features, C classes.
 """
@@ -6,36 +6,32 @@ Shapes: n images, F features, C classes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.config.schema import EvaluateConfig
+from trainer.config.evaluation import LinearConfig
 from trainer.evaluate.features import Features
+from trainer.evaluate.protocol import Protocol, Subject
+from trainer.evaluate.scores import accuracy, score, top_guesses
+from trainer.evaluate.subsets import stratified_share
 from trainer.progress import with_progress
-
-
-class Accuracy(NamedTuple):
-    """Accuracy on the test images after the last epoch, in percent."""
-
-    top1: float
-    top5: float
 
 
 def linear_probe(
     train: Features,
     test: Features,
-    config: EvaluateConfig,
+    config: LinearConfig,
     device: torch.device,
     seed: int,
     title: str = "linear probe",
-) -> Accuracy:
-    """Train a linear classifier on the training features, and return its accuracy on the test features.
+) -> Tensor:
+    """Train a linear classifier on the training features. Returns its five best guesses for each test image (n, 5).
 
-    Adam runs for `probe_epochs` epochs without augmentation. Its learning rate falls exponentially from `probe_rate_start`
-    in the first epoch to `probe_rate_end` in the last.
+    Adam runs for `epochs` epochs without augmentation. Its learning rate falls exponentially from `rate_start` in the first
+    epoch to `rate_end` in the last. The classifier after the last epoch counts.
 
     title: shown with the progress."""
     x = train.x.to(device)
@@ -43,27 +39,28 @@ def linear_probe(
     # Draw on the CPU, so that weights and orders are the same on every device.
     generator = torch.Generator().manual_seed(seed)
     weight, bias = _initial(x.shape[1], len(train.class_names), generator, device)
-    optimizer = torch.optim.Adam([weight, bias], weight_decay=config.probe_weight_decay)
+    optimizer = torch.optim.Adam([weight, bias], weight_decay=config.weight_decay)
     (group,) = optimizer.param_groups
 
-    epochs = range(config.probe_epochs)
+    epochs = range(config.epochs)
     for epoch in with_progress(epochs, len(epochs), f"{title}, epochs"):
         group["lr"] = probe_rate(config, epoch)
         order = torch.randperm(len(x), generator=generator).to(device)
-        for rows in order.split(config.probe_batch_size):
+        for rows in order.split(config.batch_size):
             logits = F.linear(x[rows], weight, bias)
             loss = F.cross_entropy(logits, y[rows])
             weight.grad, bias.grad = torch.autograd.grad(loss, (weight, bias))
             optimizer.step()
-    return _accuracy(test, weight, bias)
+    with torch.inference_mode():
+        return top_guesses(F.linear(test.x.to(device), weight, bias))
 
 
-def probe_rate(config: EvaluateConfig, epoch: int) -> float:
+def probe_rate(config: LinearConfig, epoch: int) -> float:
     """Return Adam's learning rate in an epoch, counted from 0."""
     # The share of the decay that is done: 0 in the first epoch, 1 in the last.
-    done = epoch / max(config.probe_epochs - 1, 1)
-    total_decay = config.probe_rate_end / config.probe_rate_start
-    return config.probe_rate_start * total_decay**done
+    done = epoch / max(config.epochs - 1, 1)
+    total_decay = config.rate_end / config.rate_start
+    return config.rate_start * total_decay**done
 
 
 def standardise(train: Features, test: Features) -> tuple[Features, Features]:
@@ -88,14 +85,64 @@ def _initial(
     return nn.Parameter(weight.to(device)), nn.Parameter(bias.to(device))
 
 
-@torch.inference_mode()
-def _accuracy(test: Features, weight: Tensor, bias: Tensor) -> Accuracy:
-    """Compute the accuracy of a linear classifier."""
-    logits = F.linear(test.x.to(weight.device), weight, bias)
-    # A set of fewer than five classes has no fifth guess; its top-5 is 100 %.
-    num_guesses = min(5, logits.shape[1])
-    guesses = logits.topk(num_guesses).indices.cpu()
-    is_right = guesses == test.labels[:, None]
-    # Entry n is the share of images whose label is among the first n + 1 guesses.
-    percent = is_right.double().mean(0).cumsum(0) * 100
-    return Accuracy(percent[0].item(), percent[-1].item())
+# --- protocols ---
+
+
+def _measure_linear(subject: Subject) -> dict[str, Any]:
+    """Measure the linear probe on raw and on standardised features."""
+    train, test, place = subject.train, subject.test, subject.place
+    config = place.config.linear
+    seed = place.config.seed
+    raw = linear_probe(train, test, config, place.device, seed)
+    # The second classifier shows how much of a low figure is due to badly scaled features.
+    scaled_train, scaled_test = standardise(train, test)
+    guesses = linear_probe(scaled_train, scaled_test, config, place.device, seed, "linear probe, standardised")
+    standardised = accuracy(guesses, test.labels)
+    return {
+        "label": "linear",
+        "figures": ["top1", "top5", "standardised_top1", "standardised_top5"],
+        **score(raw, test),
+        "standardised_top1": round(standardised.top1, 4),
+        "standardised_top5": round(standardised.top5, 4),
+        "protocol": describe_probe(config),
+    }
+
+
+def describe_probe(config: LinearConfig) -> str:
+    """Describe the linear probe for a result."""
+    return (
+        f"Adam, {config.epochs} epochs, batch size {config.batch_size}, learning rate {config.rate_start:g} to "
+        f"{config.rate_end:g}, weight decay {config.weight_decay:g}, no augmentation, last epoch"
+    )
+
+
+def _measure_few_labels(subject: Subject) -> dict[str, Any]:
+    """Measure the linear probe on the features of a share of the training images."""
+    config, seed = subject.place.config, subject.place.config.seed
+    result: dict[str, Any] = {"label": "linear, few labels", "figures": [], "shares": {}}
+    for share in config.few_labels.shares:
+        name = share_name(share)
+        kept = torch.from_numpy(stratified_share(subject.train_split, share, seed))
+        # The features of images that could not be read are missing, so images are found by their ids.
+        is_kept = torch.isin(subject.train.ids, kept)
+        train = replace(subject.train, x=subject.train.x[is_kept], labels=subject.train.labels[is_kept])
+        guesses = linear_probe(train, subject.test, config.linear, subject.place.device, seed, f"linear, {name}")
+        add_share(result, name, len(train.x), score(guesses, subject.test))
+    return {**result, "protocol": f"{describe_probe(config.linear)}; raw features of the centre crops"}
+
+
+def share_name(share: float) -> str:
+    """Return the name of a share of the labels in the keys of a result, such as 1pct for 0.01."""
+    return f"{100 * share:g}pct"
+
+
+def add_share(result: dict[str, Any], name: str, num_images: int, scores: dict[str, Any]) -> None:
+    """Add the scores for one share of the labels to a result."""
+    result["shares"][name] = {"images": num_images, **scores}
+    for figure in ("top1", "top5"):
+        result[f"{name}_{figure}"] = scores[figure]
+        result["figures"].append(f"{name}_{figure}")
+
+
+LINEAR = Protocol(_measure_linear, needs="features", settings=("seed", "linear."))
+FEW_LABELS = Protocol(_measure_few_labels, needs="features", settings=("seed", "linear.", "few_labels."))

@@ -1,17 +1,19 @@
 """Keep results as RUN_DIR/eval/*.json. A result never overwrites the result of another measurement.
 
-MEASURE_NAME.json         measures a checkpoint of this run (NAME is its step), "random" or "pixels", with this run's settings
-MEASURE_NAME_DIGEST.json  measures with other settings, on another set, or another run's checkpoint; or it is an earlier
-                          MEASURE_NAME.json, renamed because the images or the checkpoint have changed since
+PROTOCOL_NAME.json        measures a checkpoint of this run (NAME is its step), "random" or "pixels", with this run's settings
+PROTOCOL_NAME_DIGEST.json measures with other settings, on another set, or another run's checkpoint; or it is an earlier
+                          PROTOCOL_NAME.json, renamed because the images or the checkpoint have changed since
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +21,16 @@ from trainer.cluster.runs import read_json
 from trainer.config.changes import plain_settings
 from trainer.config.schema import Config
 from trainer.errors import InputError
-from trainer.evaluate.report import FIGURES
+from trainer.evaluate.features import Split
 from trainer.files import write_text
 from trainer.run.checkpoint_files import checkpoint_path
 from trainer.run.tensorboard import draw_evaluation
 
 _log = logging.getLogger(__name__)
 _ROOM_BYTES = 1 << 16  # several times the size of one encoder's results
-# Settings, or beginnings of their names, that affect the figures of every measure, and of some measures or encoders.
+# Settings, or beginnings of their names, that affect the figures of every protocol, and those of an untrained encoder.
 _SHAPING = ("views.size", "views.eval_resize", "views.interpolation", "evaluate.precision")
-_SHAPING_OF = {
-    "linear": ("seed", "evaluate.probe_"),
-    "knn": ("evaluate.knn_k",),
-    "random": ("seed", "model.", "views.mean", "views.std", "data.train_split", "evaluate.images_per_batch"),
-}
+_SHAPING_OF_RANDOM = ("seed", "model.", "views.mean", "views.std", "data.train_split", "evaluate.images_per_batch")
 # Keys whose values are equal in two results of the same measurement.
 _IDENTITY = (
     "data_root",
@@ -59,8 +57,18 @@ class Source(NamedTuple):
 class Results:
     """Results of the evaluation of one run, as files."""
 
-    def __init__(self, run_dir: Path, config_of_run: Config, config: Config, out: Path | None = None) -> None:
-        """config: the settings of the measurement. out: file for all results; None: files in RUN_DIR/eval."""
+    def __init__(
+        self,
+        run_dir: Path,
+        config_of_run: Config,
+        config: Config,
+        shaping: Mapping[str, tuple[str, ...]],
+        out: Path | None = None,
+    ) -> None:
+        """config: the settings of the measurement. shaping: `Protocol.settings` by the name of the protocol.
+
+        out: file for all results; None: files in RUN_DIR/eval."""
+        self._shaping = shaping
         self._run_dir = run_dir
         self._config_of_run = config_of_run
         self._config = config
@@ -100,7 +108,7 @@ class Results:
         path_in_run = checkpoint_path(self._run_dir / "checkpoints", int(source.name))
         return source.path.resolve() == path_in_run.resolve()
 
-    def about(self, measure: str, source: Source) -> dict[str, Any]:
+    def about(self, protocol: str, source: Source) -> dict[str, Any]:
         """Return the part of a result that describes checkpoint, splits and settings."""
         is_step = source.path is not None
         return {
@@ -109,75 +117,92 @@ class Results:
             "checkpoint_path": str(source.path.absolute()) if source.path else None,
             "checkpoint_sha256": source.sha256,
             "checkpoint_of_this_run": self.owns(source) if is_step else None,
-            **_conditions(self._config, measure, source.name),
+            **self._conditions(self._config, protocol, source.name),
         }
 
-    def path(self, measure: str, source: Source) -> Path:
+    def identity(self, protocol: str, source: Source, train: Split, test: Split) -> str:
+        """Return a text that is equal only for the same measurement of the same weights on the same images."""
+        conditions = self._conditions(self._config, protocol, source.name)
+        return _digest([protocol, source.sha256, train.index.fingerprint, test.index.fingerprint, conditions])
+
+    def state_path(self, protocol: str, source: Source) -> Path | None:
+        """Return the file for the progress of a measurement; None if nothing can be written."""
+        if not self._can_keep:
+            return None
+        # `write` deletes files of such names when the result is written.
+        path = self._out or self.path(protocol, source)
+        return path.with_name(f".{path.name}.{protocol}_state")
+
+    def path(self, protocol: str, source: Source) -> Path:
         """Return the file for the result of a measurement."""
-        conditions = _conditions(self._config, measure, source.name)
+        conditions = self._conditions(self._config, protocol, source.name)
         # A plain name belongs to the run's checkpoint, measured with the run's settings.
         # The digest covers whatever differs from the run's settings and checkpoints.
         differences: list[Any] = []
-        if conditions != _conditions(self._config_of_run, measure, source.name):
+        if conditions != self._conditions(self._config_of_run, protocol, source.name):
             differences.append(conditions)
         if not self.owns(source):
             differences.append(source.sha256)
         suffix = f"_{_digest(differences)}" if differences else ""
-        return self._run_dir / "eval" / f"{measure}_{source.name}{suffix}.json"
+        return self._run_dir / "eval" / f"{protocol}_{source.name}{suffix}.json"
+
+    def _conditions(self, config: Config, protocol: str, name: str) -> dict[str, Any]:
+        """Return the splits and settings of a measurement of the encoder `name`."""
+        # Only settings that affect the figures count: two results that differ in others are the same measurement.
+        shaping = (*_SHAPING, *self._shaping[protocol], *(_SHAPING_OF_RANDOM if name == "random" else ()))
+        settings = plain_settings(config)
+        return {
+            "data_root": str(Path(config.data.root).expanduser().resolve()),
+            "train_split": config.data.probe_split or config.data.train_split,
+            "test_split": config.data.test_split,
+            "settings": {key: value for key, value in settings.items() if key.startswith(shaping)},
+        }
 
     def write(self, source: Source, results: dict[str, dict[str, Any]]) -> None:
-        """Write {measure: result}, unless `check` found that this is impossible. Raises OSError if writing fails."""
+        """Write {protocol: result}, unless `check` found that this is impossible. Raises OSError if writing fails."""
         if not self._can_keep:
             _log.warning("the figures were only printed, because %s cannot be written", self._run_dir / "eval")
             return
         if self._out is not None:
             write_text(self._out, json.dumps(results, indent=1) + "\n")
+            _remove_leftovers(self._out)
             _log.info("wrote the results to %s", self._out)
             return
-        for measure, result in results.items():
-            path = self.path(measure, source)
+        for protocol, result in results.items():
+            path = self.path(protocol, source)
             path.parent.mkdir(exist_ok=True)
-            # Remove the temporary files of an evaluator that was ended while it wrote.
-            for leftover in path.parent.glob(f".{path.name}.*"):
-                leftover.unlink(missing_ok=True)
             _rename_if_other(path, result)
             # Draw before the file is written, because the file marks the measurement as complete.
-            self._draw(measure, source, result)
+            self._draw(protocol, source, result)
             write_text(path, json.dumps(result, indent=1) + "\n")
+            _remove_leftovers(path)
             _log.info("wrote the result to %s", path)
 
-    def _draw(self, measure: str, source: Source, result: dict[str, Any]) -> None:
+    def _draw(self, protocol: str, source: Source, result: dict[str, Any]) -> None:
         """Add the result to the run's TensorBoard curves, if it is of the run's checkpoints and settings."""
-        is_of_run = source.path and self.path(measure, source).name == f"{measure}_{source.name}.json"
+        is_of_run = source.path and self.path(protocol, source).name == f"{protocol}_{source.name}.json"
         if not (self._config.log.tensorboard and is_of_run):
             return
-        # TensorBoard's tags name the measure, because both measures have a top-1.
-        figures = {f"{measure}_{figure}": result[figure] for figure in FIGURES if figure in result}
+        # TensorBoard's tags name the protocol, because several protocols have a top-1.
+        figures = {f"{protocol}_{figure}": result[figure] for figure in result["figures"]}
         draw_evaluation(self._run_dir, int(source.name), figures)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the progress of this measurement, and the temporary files of an evaluator that was ended while it wrote."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        leftover.unlink(missing_ok=True)
 
 
 def _rename_if_other(path: Path, result: dict[str, Any]) -> None:
     """Rename the result in `path` if it measured other images or another checkpoint than `result`."""
     before = read_json(path, [])
     is_same = all(before.get(key) == result[key] for key in _IDENTITY)
-    if "top1" not in before or is_same:
+    if "figures" not in before or is_same:
         return
     kept = path.with_name(f"{path.stem}_{_digest(before)}.json")
     path.rename(kept)
     _log.info("renamed %s to %s, because it measured other images or another checkpoint", path.name, kept.name)
-
-
-def _conditions(config: Config, measure: str, name: str) -> dict[str, Any]:
-    """Return the splits and settings of a measurement."""
-    # Only settings that affect the figures count: two results that differ in others are the same measurement.
-    shaping = (*_SHAPING, *_SHAPING_OF[measure], *_SHAPING_OF.get(name, ()))
-    settings = plain_settings(config)
-    return {
-        "data_root": str(Path(config.data.root).expanduser().resolve()),
-        "train_split": config.data.probe_split or config.data.train_split,
-        "test_split": config.data.test_split,
-        "settings": {key: value for key, value in settings.items() if key.startswith(shaping)},
-    }
 
 
 def _digest(value: Any) -> str:

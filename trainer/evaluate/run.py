@@ -16,23 +16,25 @@ from trainer.run.folder import start_logging
 
 
 def run_evaluation(
-    run_dir: Path, which: str, settings: Sequence[str], measures: Sequence[str], out: Path | None = None
+    run_dir: Path, which: str, settings: Sequence[str], names: Sequence[str] | None = None, out: Path | None = None
 ) -> dict[str, Any]:
     """Evaluate `which` ("last", a step, a file, "random": the untrained encoder, "pixels": no encoder) of a run.
 
-    Prints {measure: result} as JSON to stdout and returns it; it is empty on all ranks but rank 0. Writes each result to
+    Prints {protocol: result} as JSON to stdout and returns it; it is empty on all ranks but rank 0. Writes each result to
     DIR/eval, or all results to the file `out`.
 
-    settings: command-line words that override the run's config. measures: a selection of "linear" and "knn".
+    settings: command-line words that override the run's config. names: protocols; None: those of `evaluate.protocols`.
     """
     ranks = find_ranks()
     start_logging(None, ranks.rank)
     evaluator = Evaluator(run_dir, settings, ranks, out)
     # Rank 0 checks that results can be written before any rank starts to work.
     with process_group(evaluator.config, ranks, evaluator.place.device, first=evaluator.results.check):
-        evaluator.check(measures)
+        protocols = evaluator.protocols(names or evaluator.config.evaluate.protocols, which)
+        evaluator.check(protocols)
         encode, source = evaluator.encoder(which)
-        results = dict(evaluator.measure(encode, source, measures))
+        found = dict(evaluator.measure(encode, source, protocols))
+    results = {name: found[name] for name in protocols if name in found}
     if results:
         print_table(source.name, results)
         # Print before writing, so that a full disk does not lose the figures.

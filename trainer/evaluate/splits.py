@@ -42,7 +42,14 @@ def open_splits(place: Place) -> tuple[Split, Split]:
     if place.ranks.is_first:
         for split in (train, test):
             _log.info("split %s: %d images, %s", split.name, len(split.labels), describe_labels(split.labels))
-        for line in _warnings(train, test):
+    differences = _class_differences(train, test)
+    if differences and not place.config.evaluate.allow_differences:
+        raise InputError(
+            f"{differences[0]}. Every class must have images in both splits; to measure it nevertheless, set "
+            "--evaluate.allow_differences true"
+        )
+    if place.ranks.is_first:
+        for line in (*_unusable_files(train, test), *differences):
             _log.warning("%s", line)
     return train, test
 
@@ -76,8 +83,8 @@ def _list_of_unusable_files(split: Split) -> Path:
     return split.index.path.with_suffix(".skipped.txt")
 
 
-def _warnings(train: Split, test: Split) -> list[str]:
-    """Describe unusable files, and classes that only one of the splits has."""
+def _unusable_files(train: Split, test: Split) -> list[str]:
+    """Describe the files of both splits that are not usable images."""
     lines = []
     for split in (train, test):
         count = unusable_files(split)
@@ -86,8 +93,12 @@ def _warnings(train: Split, test: Split) -> list[str]:
                 f"the split {split.name!r} has {count} files that are not usable images and do not count; "
                 f"{_list_of_unusable_files(split)} names them"
             )
+    return lines
 
-    # Classes of which only the training split has images, then those of which only the test split has.
+
+def _class_differences(train: Split, test: Split) -> list[str]:
+    """Describe the classes of which only one of the splits has images."""
+    lines = []
     learnt = classes_with_images(train)
     tested = classes_with_images(test)
     untested = sorted(set(learnt) - set(tested))

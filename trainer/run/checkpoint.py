@@ -8,6 +8,7 @@ A file is a dict that `torch.load(weights_only=True)` reads:
     config          dotted name: value
     plan_version    version of the random choices of a step
     data            fingerprint of the training split, number of images
+    class_names     names of its classes, empty without classes; missing in older files
     world_size      number of ranks
     metric_sums     sums since the last logged line
     loss_scale      state of the fp16 loss scale, else None

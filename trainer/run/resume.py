@@ -40,6 +40,7 @@ def save(run: Run, saver: Saver, step: int, sums: MetricSums) -> None:
         "config": plain_settings(run.config),
         "plan_version": PLAN_VERSION,
         "data": {"fingerprint": run.index.fingerprint, "images": len(run.index)},
+        "class_names": run.index.class_names,
         "world_size": run.ranks.world_size,
         "metric_sums": metric_sums,
         "loss_scale": grad_scaler.state() if grad_scaler else None,

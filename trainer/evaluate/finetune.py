@@ -1,0 +1,58 @@
+"""Fine-tune the whole encoder on a share of the labels, as SimCLR (section 4.3) and BYOL (section 4.2) report."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.evaluate.classifiers import Classifiers, augmented_batches, plan_training, train_classifiers
+from trainer.evaluate.features import extract
+from trainer.evaluate.linear import add_share, share_name
+from trainer.evaluate.protocol import Protocol, Subject
+from trainer.evaluate.scores import score, top_guesses
+from trainer.evaluate.subsets import stratified_share
+
+
+def _measure(subject: Subject) -> dict[str, Any]:
+    """Fine-tune a copy of the encoder on each share of the labels."""
+    place = subject.place
+    config = place.config.finetune
+    result: dict[str, Any] = {"label": "fine-tuned", "figures": [], "shares": {}}
+    for share, epochs in zip(config.shares, config.epochs, strict=True):
+        name = share_name(share)
+        split = subject.train_split.only(stratified_share(subject.train_split, share, place.config.seed))
+        training = plan_training(
+            len(split.labelled),
+            place,
+            epochs=epochs,
+            images_per_step=config.images_per_step,
+            rates=[(config.learning_rate, config.weight_decay)],
+            momentum=config.momentum,
+        )
+        assert isinstance(subject.encode, nn.Module)
+        # The measurements after this one need the encoder as it was.
+        encoder = copy.deepcopy(subject.encode).train()
+        classifier = Classifiers(subject.test.x.shape[1], len(split.class_names), 1).to(place.device)
+        batches = augmented_batches(split, training, config.crop_area, place)
+        train_classifiers(classifier, training, batches, place, encoder=encoder, title=f"fine-tune, {name}")
+        test = extract(encoder.eval(), subject.test_split, place)
+        with torch.inference_mode():
+            guesses = top_guesses(classifier(test.x.to(place.device))[0])
+        add_share(result, name, len(split.labelled), {**score(guesses, test), "epochs": epochs})
+    return {
+        **result,
+        "protocol": f"SGD, Nesterov momentum {config.momentum:g}, at most {config.images_per_step} images a step, cosine from "
+        f"{config.learning_rate:g} x images/256, weight decay {config.weight_decay:g}, random crops of "
+        f"{config.crop_area[0]:g} to {config.crop_area[1]:g} of the area, flips, zero initial classifier, last epoch",
+    }
+
+
+FINETUNE = Protocol(
+    _measure,
+    needs="loader",
+    settings=("seed", "finetune.", "evaluate.images_per_batch"),
+    trains_encoder=True,
+)

@@ -1,0 +1,22 @@
+"""Choose a share of the images of each class, by the seed of the run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.data.plan import epoch_order
+from trainer.evaluate.features import Split
+
+
+def stratified_share(split: Split, share: float, seed: int) -> np.ndarray:
+    """Return the ids (m,), in increasing order, of `share` of the labelled images of each class, at least one of each.
+
+    With the same seed, a smaller share is a part of a larger one. The ids do not depend on the number of ranks."""
+    order = epoch_order(seed, 0, len(split.labels))
+    labels = split.labels[order]
+    chosen = []
+    for label in np.unique(labels[labels >= 0]):
+        of_class = order[labels == label]
+        count = max(1, round(share * len(of_class)))
+        chosen.append(of_class[:count])
+    return np.sort(np.concatenate(chosen))
