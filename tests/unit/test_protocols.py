@@ -61,6 +61,11 @@ def simple_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def brightness(pixels: torch.Tensor) -> torch.Tensor:
+    """Return the mean brightness of each image as its only feature, from -1 to 1."""
+    return pixels.float().mean((1, 2, 3))[:, None] / 128 - 1
+
+
 def random_features(count: int, num_classes: int, seed: int, noise: float = 1.0) -> Features:
     """Return features around one corner of a simplex for each class."""
     generator = torch.Generator().manual_seed(seed)
@@ -138,9 +143,9 @@ def test_the_classifier_is_chosen_on_images_that_none_was_trained_on(
     augment: str, simple_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the two rates one learns nothing."""
-    settings = ["--linear_sgd.learning_rates", "[0.0, 0.1]", "--linear_sgd.held_back_share", "0.25"]
+    settings = ["--linear_sgd.learning_rates", "[0.0, 1.0]", "--linear_sgd.held_back_share", "0.25"]
     place = place_of(tmp_path, simple_set, *settings, "--linear_sgd.augment", augment)
-    subject = Subject(raw_pixels, place, *open_splits(place))
+    subject = Subject(brightness, place, *open_splits(place))
     held_back = stratified_share(subject.train_split, 0.25, place.config.seed)
     learnt: list[int] = []
     original = linear_sgd.augmented_batches if augment == "true" else linear_sgd.extract
@@ -251,14 +256,16 @@ def test_a_share_takes_as_many_images_of_each_class_and_grows_with_it(tiny_set: 
 
 def test_few_labels_use_only_their_share(tiny_set: Path, tmp_path: Path) -> None:
     """All features of the other training images have wrong labels, which would lower the accuracy."""
-    place = place_of(tmp_path, tiny_set, "--linear.epochs", "100", "--few_labels.shares", "[0.25]")
+    place = place_of(
+        tmp_path, tiny_set, "--linear.rate_start", "1", "--linear.epochs", "50", "--few_labels.shares", "[0.25]"
+    )
     train_split, test_split = open_splits(place)
     kept = stratified_share(train_split, 0.25, place.config.seed)
     truth = torch.from_numpy(train_split.labels)
     wrong = 1 - truth
     wrong[kept] = truth[kept]
     ids = torch.arange(len(truth))
-    x = F.one_hot(truth, 2).float() * 50
+    x = F.one_hot(truth, 2).float() * 5
     train = Features(x, wrong, ["cats", "dogs"], 0, ids)
     subject = Subject(raw_pixels, place, train_split, test_split, encoded_train=train)
     subject.test = Features(x, truth, ["cats", "dogs"], 0, ids)

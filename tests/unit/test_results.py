@@ -154,7 +154,7 @@ def test_out_writes_to_a_new_file_only(run_dir: Path, tmp_path: Path, capsys: py
 
 
 def test_too_many_neighbours_are_refused_before_the_work(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match="knn.k is 49, but the training split has 48 images"):
+    with pytest.raises(InputError, match=r"knn\.k is 49, but the training split has 48 images"):
         knn(run_dir, "last", "--knn.k", "49")
     assert "encoder of step" not in capsys.readouterr().err
     assert knn(run_dir, "last", "--knn.k", "48")["k"] == 48
