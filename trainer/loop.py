@@ -159,7 +159,8 @@ def train(
             learning_rate = run.schedule.learning_rate(batch.step)
             # Only rank 0 knows when a save by minutes is due; the step's all-reduce tells the other ranks.
             save_due = ranks.is_first and saves.minutes_due()
-            result = run.step(batch.views, batch.step, learning_rate, stop=stop.level, save=save_due)
+            labels = run.labels(batch.image_ids)
+            result = run.step(batch.views, batch.step, learning_rate, labels=labels, stop=stop.level, save=save_due)
             sums.add(result)
             step = batch.step + 1
             state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
@@ -172,6 +173,8 @@ def train(
             if logged:
                 known = {"lr": learning_rate, **clock.line(step), **_machine(run, loader)}
                 metrics = sums.take(result.embeddings, ranks)
+                if run.step.online_probe:
+                    metrics |= run.step.online_probe.take()
             late.add(step, result.flags, known, metrics)
             if writer:
                 writer.show_step(step, batch.views)
@@ -286,7 +289,7 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     save_config(run.config, run.run_dir / "config.yaml", run.sources)
     board = Board(run.run_dir, first_step, run.config) if run.config.log.tensorboard else None
     epochs = run.config.optimizer.epochs
-    writer = MetricsWriter(run.run_dir, first_step, run.end_step, epochs, run.step.method, board)
+    writer = MetricsWriter(run.run_dir, first_step, run.end_step, epochs, run.step.method, run.step.metrics, board)
     return closing(writer)
 
 

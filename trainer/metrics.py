@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from trainer.run.tensorboard import Board
 from trainer.step import RankFlags, StepResult
 
 _log = logging.getLogger(__name__)
-# Metrics of every method. A method adds others (`Method.metrics`).
+# Metrics of every run. The method and the online probe add others (`TrainStep.metrics`).
 _COMMON = {
     "step": Metric(),
     "epoch": Metric(),
@@ -52,9 +53,9 @@ _COMMON = {
 }
 
 
-def all_metrics(of_method: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics of a run by their names in metrics.jsonl, in the order in which they are written."""
-    return {**_COMMON, **of_method}
+def all_metrics(others: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics of a run by their names in metrics.jsonl. others: those of the method and the online probe."""
+    return {**_COMMON, **others}
 
 
 class DelayedMetrics:
@@ -238,9 +239,12 @@ class MetricsWriter:
         end_step: int,
         epochs: int,
         method: Method | None = None,
+        metrics: Mapping[str, Metric] = MappingProxyType({}),
         board: Board | None = None,
     ) -> None:
-        """epochs: length of the whole run. method: adds its metrics to the common ones. board: None: no TensorBoard."""
+        """epochs: length of the whole run. method: gives health warnings. metrics: besides the common ones.
+
+        board: None: no TensorBoard."""
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, first_step)
         self._file = self._path.open("ab", buffering=0)
@@ -250,7 +254,7 @@ class MetricsWriter:
         self._bar = RunBar(first_step, end_step)
         self._collapse = CollapseWatch()
         self._method = method or Method()
-        self._metrics = all_metrics(self._method.metrics)
+        self._metrics = all_metrics(metrics)
         self._end_step = end_step
         self._epochs = epochs
 

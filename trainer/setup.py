@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer import optimizer
 from trainer.config.schema import Config
@@ -32,7 +35,9 @@ from trainer.distributed.process_group import (
     wrap_model,
 )
 from trainer.distributed.ranks import Ranks
+from trainer.errors import InputError
 from trainer.models.compile import compile_networks
+from trainer.models.online_probe import OnlineProbe
 from trainer.run.checkpoint import load_encoder
 from trainer.run.faults import FaultCounter
 from trainer.schedule import Schedule, build_schedule, size_steps
@@ -57,6 +62,16 @@ class Run:
     """Cache of decoded images, which the ranks of a node share."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each setting: a file, the command line or the default; empty if unknown."""
+
+    def labels(self, image_ids: NDArray[np.int64]) -> torch.Tensor | None:
+        """Return the labels (N,) int64 of images, on the device, -1: no label; None without an online probe."""
+        if self.step.online_probe is None:
+            return None
+        labels = torch.from_numpy(self.index.labels[image_ids].astype(np.int64))
+        if self.device.type == "cuda":
+            # A copy from pageable memory would wait for the device.
+            return labels.pin_memory().to(self.device, non_blocking=True)
+        return labels
 
     @property
     def end_step(self) -> int:
@@ -87,7 +102,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     check_set_size(config, len(index), warn=ranks.is_first)
     require_same(ranks, f"the images of {split}", f"{len(index)} ({index.fingerprint})")
 
-    step = build_step(config, ranks, device)
+    step = build_step(config, ranks, device, index.class_names)
     if config.init_from:
         load_encoder(step.method.networks, Path(config.init_from))
         _log.info("loaded the encoder of %s; everything else starts fresh", config.init_from)
@@ -117,8 +132,10 @@ def check_device(config: Config, device: torch.device) -> None:
     optimizer.check_device(config.optimizer, device)
 
 
-def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
+def build_step(config: Config, ranks: Ranks, device: torch.device, class_names: Sequence[str] = ()) -> TrainStep:
     """Build the method with the weights of the seed, its optimizer, and the step. Every rank calls this.
+
+    class_names: of the training images, for the online probe.
 
     Raises InputError if the settings do not fit the device or the number of ranks."""
     # Divide the images of a step among ranks, loss groups and micro-batches.
@@ -135,6 +152,7 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
         loss_group=make_loss_group(group_size, config, ranks, device),
         batch_norm_group=make_batch_norm_group(config, ranks, device),
     )
+    online_probe = _online_probe(config, class_names, method.networks, ranks, device)
     # Compile before DDP wraps the networks.
     if compiles(config, device):
         compile_networks(method.networks, config, device)
@@ -154,6 +172,29 @@ def build_step(config: Config, ranks: Ranks, device: torch.device) -> TrainStep:
         wrapped=wrapped,
         autocast_dtype=autocast_dtype(config, device),
         micro_batches=num_micro_batches,
+        online_probe=online_probe,
+    )
+
+
+def _online_probe(
+    config: Config, class_names: Sequence[str], networks: Any, ranks: Ranks, device: torch.device
+) -> OnlineProbe | None:
+    """Build the online probe, and let the encoder keep its features; None if it is not enabled."""
+    if not config.online_probe.enabled:
+        return None
+    if len(class_names) < 2:
+        raise InputError(
+            "online_probe.enabled is true, but the training images have no classes: set it to false, or sort the images into "
+            "a folder for each class"
+        )
+    networks.keeps_features = True
+    return OnlineProbe(
+        networks.num_features,
+        len(class_names),
+        views_per_step=config.data.images_per_step * config.views.num_views,
+        learning_rate=config.online_probe.learning_rate,
+        ranks=ranks,
+        device=device,
     )
 
 

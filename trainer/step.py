@@ -16,6 +16,7 @@ from trainer.distributed.process_group import agree
 from trainer.distributed.ranks import ImageRange, Ranks
 from trainer.grad_scaler import GradScaler
 from trainer.methods.method import LossOutput, Method
+from trainer.models.online_probe import OnlineProbe
 from trainer.models.untrained_state import UntrainedState
 from trainer.optimizer import update
 from trainer.run.faults import GRADIENT_FAULT, fault_code, fault_codes
@@ -53,12 +54,14 @@ class TrainStep:
         wrapped: nn.Module | None = None,
         autocast_dtype: torch.dtype | None = None,
         micro_batches: int = 1,
+        online_probe: OnlineProbe | None = None,
     ) -> None:
         """images: the images of each step that this rank holds. wrapped: the method's networks from
         `process_group.wrap_model`; None: the networks are not wrapped.
 
         autocast_dtype: None for float32 throughout; with float16 the loss is scaled.
         micro_batches: consecutive parts of a rank's images, whose gradients are added up.
+        online_probe: learns from the features of the method's encoder, which must keep them.
         """
         self.method = method
         self.optimizer = optimizer
@@ -68,6 +71,8 @@ class TrainStep:
         self.ranks = ranks
         self.autocast_dtype = autocast_dtype
         self.micro_batches = micro_batches
+        self.online_probe = online_probe
+        self.metrics = {**method.metrics, **(online_probe.metrics if online_probe else {})}
         self.device = next(method.networks.parameters()).device
         self.untrained_state = UntrainedState(method.networks)
         codes = fault_codes(len(method.checks), ranks.rank, ranks.world_size)
@@ -75,15 +80,23 @@ class TrainStep:
         self.grad_scaler = GradScaler(self.device) if autocast_dtype == torch.float16 else None
 
     def __call__(
-        self, pixels: Tensor, step: int, learning_rate: float, *, stop: int = 0, save: bool = False
+        self,
+        pixels: Tensor,
+        step: int,
+        learning_rate: float,
+        *,
+        labels: Tensor | None = None,
+        stop: int = 0,
+        save: bool = False,
     ) -> StepResult:
         """Make one update. pixels: (R, 3, S, S) uint8, channels_last. step: counted from 0.
 
+        labels: (N,) int64 of this rank's images, on the device, -1: no label; only the online probe needs them.
         stop: how this rank was asked to stop (`signals`: GO_ON, PREEMPT or STOP). save: whether it wants the run to be saved.
         All ranks learn of both in the result.
         """
         self.untrained_state.remember()
-        output = self._forward_backward(pixels, step)
+        output = self._forward_backward(pixels, step, labels)
 
         with record_function("agree"):
             gradients = [p.grad for p in self.method.networks.parameters() if p.grad is not None]
@@ -101,23 +114,26 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
             self.method.after_update(step)
             self.untrained_state.restore_if(skipped)
+            if self.online_probe:
+                self.online_probe.update(skipped)
         return StepResult(output.loss, output.metrics, output.embeddings, skipped, flags)
 
-    def _forward_backward(self, pixels: Tensor, step: int) -> LossOutput:
+    def _forward_backward(self, pixels: Tensor, step: int, labels: Tensor | None) -> LossOutput:
         """Add up the gradients of all micro-batches. DDP averages them over ranks in the backward of the last one."""
         count = self.micro_batches
         if count == 1:
-            return self._micro_batch(pixels, step, self.images)
+            return self._micro_batch(pixels, step, self.images, labels)
         size = self.images.count // count
         outputs = []
         for number, part in enumerate(split_images(pixels, self.num_views, count)):
             images = ImageRange(self.images.first + number * size, size)
+            part_labels = None if labels is None else labels[number * size : (number + 1) * size]
             sends = number == count - 1 or self.ranks.world_size == 1
             with nullcontext() if sends else self.networks.no_sync():
-                outputs.append(self._micro_batch(part, step, images))
+                outputs.append(self._micro_batch(part, step, images, part_labels))
         return self._joined(outputs)
 
-    def _micro_batch(self, pixels: Tensor, step: int, images: ImageRange) -> LossOutput:
+    def _micro_batch(self, pixels: Tensor, step: int, images: ImageRange, labels: Tensor | None) -> LossOutput:
         """Forward, loss and backward of `images`; adds the gradients to those of the micro-batches before."""
         dtype = self.autocast_dtype
         with record_function("forward"), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
@@ -129,6 +145,9 @@ class TrainStep:
             scaled = scaled * self.grad_scaler.scale if self.grad_scaler else scaled
         with record_function("backward"), self.untrained_state.unchanged():
             scaled.backward()
+        if self.online_probe and labels is not None:
+            networks: Any = self.method.networks
+            self.online_probe.add(networks.features, labels)
         # Copy the embeddings, because the next replay of CUDA graphs overwrites them.
         return result._replace(loss=result.loss.detach(), embeddings=result.embeddings.detach().clone())
 

@@ -166,20 +166,20 @@ def test_skipped_images_of_all_ranks_are_counted_once(tmp_path: Path) -> None:
 
 def test_a_line_is_written_at_once(tmp_path: Path) -> None:
     """A killed run has written all of its lines."""
-    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics(), OnlyMetrics.metrics)
     writer.write(line(1))
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
     writer.close()
 
 
 def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics(), OnlyMetrics.metrics)
     for step in (2, 4, 6):
         writer.write(line(step))
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
-    writer = MetricsWriter(tmp_path, 4, 10, 4, OnlyMetrics())
+    writer = MetricsWriter(tmp_path, 4, 10, 4, OnlyMetrics(), OnlyMetrics.metrics)
     writer.write(line(6, float("nan"), skipped_steps=2.0, min_pivot=0.0, effective_rank=float("nan")))
     writer.close()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
@@ -193,7 +193,9 @@ def test_tensorboard_has_each_step_once_after_ten_starts(tmp_path: Path) -> None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first in range(0, 20, 2):
-        writer = MetricsWriter(tmp_path, first, 30, 4, OnlyMetrics(), Board(tmp_path, first, Config()))
+        writer = MetricsWriter(
+            tmp_path, first, 30, 4, OnlyMetrics(), OnlyMetrics.metrics, Board(tmp_path, first, Config())
+        )
         for step in range(first + 1, first + 5):
             writer.write(line(step, float(step)))
         writer.close()
@@ -203,7 +205,7 @@ def test_tensorboard_has_each_step_once_after_ten_starts(tmp_path: Path) -> None
 
 def test_no_line_is_lost_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The disk takes half of the first line and nothing of the second; before the third it has space again."""
-    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics(), OnlyMetrics.metrics)
     file, space = writer._file, [20, 0, 0, 10_000]
 
     def write(data: bytes) -> int:
@@ -226,7 +228,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
 
     config = Config()
     views = torch.arange(4 * 3 * 3 * 8 * 8).remainder(256).to(torch.uint8).view(12, 3, 8, 8)  # 4 views of 3 images
-    writer = MetricsWriter(tmp_path, 0, 30, 4, OnlyMetrics(), Board(tmp_path, 0, config))
+    writer = MetricsWriter(tmp_path, 0, 30, 4, OnlyMetrics(), OnlyMetrics.metrics, Board(tmp_path, 0, config))
     for step in (1, 2):
         writer.show_step(step, views)
         writer.write(line(step, float("nan")))
@@ -248,7 +250,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
 
 
 def test_every_field_of_metrics_jsonl_is_documented(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics())
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics(), OnlyMetrics.metrics)
     writer.write(line(1))
     writer.close()
     table = (ROOT / "docs" / "metrics.md").read_text().partition("| field |")[2].partition("##")[0]
@@ -259,5 +261,5 @@ def test_every_field_of_metrics_jsonl_is_documented(tmp_path: Path) -> None:
 def test_an_invalid_line_is_dropped(odd: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + odd.encode("utf-8", "surrogateescape") + b"\n")
-    MetricsWriter(tmp_path, 4, 10, 4, OnlyMetrics()).close()
+    MetricsWriter(tmp_path, 4, 10, 4, OnlyMetrics(), OnlyMetrics.metrics).close()
     assert path.read_text() == '{"step": 1}\n'

@@ -27,6 +27,16 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class OnlineProbeConfig:
+    """Linear classifier that learns from the features of the pre-training, to show its progress. Needs labels."""
+
+    enabled: bool = setting(False, shapes_result=False)
+    """Train it in each step, on detached features, and log its accuracy. The encoder does not change by a single bit."""
+    learning_rate: float = setting(1e-3, between=(0, None), shapes_result=False)
+    """Learning rate of Adam, constant."""
+
+
+@dataclass(frozen=True)
 class LinearConfig:
     """Linear probe on frozen features, as in section 4 of the W-MSE paper: Adam, no augmentation."""
 

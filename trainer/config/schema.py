@@ -21,6 +21,7 @@ from trainer.config.evaluation import (
     KNNCosineConfig,
     LinearConfig,
     LinearSGDConfig,
+    OnlineProbeConfig,
 )
 from trainer.config.setting import all_settings, setting
 from trainer.methods.settings import MethodSettings
@@ -288,6 +289,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    online_probe: OnlineProbeConfig = field(default_factory=OnlineProbeConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     linear: LinearConfig = field(default_factory=LinearConfig)
     linear_sgd: LinearSGDConfig = field(default_factory=LinearSGDConfig)

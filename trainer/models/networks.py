@@ -29,10 +29,16 @@ class EncoderNetwork(nn.Module):
         parts = batch_norm_parts(config, config.model.encoder_batch_norm)
         self.encoder: Any = convert_batch_norm(encoder, parts, batch_norm_group, world_size)
         stop_counting_batches(self)
+        self.keeps_features = False
+        self.features: Tensor | None = None
+        """Features (R, F) of the last forward, detached, if `keeps_features` is set (online probe)."""
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode pixels (R, 3, S, S) uint8, channels_last, as features (R, F)."""
-        return self.encoder(self.normalize(pixels))
+        features = self.encoder(self.normalize(pixels))
+        if self.keeps_features:
+            self.features = features.detach()
+        return features
 
 
 class EncoderProjector(EncoderNetwork):

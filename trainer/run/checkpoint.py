@@ -12,6 +12,7 @@ A file is a dict that `torch.load(weights_only=True)` reads:
     world_size      number of ranks
     metric_sums     sums since the last logged line
     loss_scale      state of the fp16 loss scale, else None
+    online_probe    state of the online probe, else None
     sha256          digest of all the other entries, see `content_digest`
 """
 

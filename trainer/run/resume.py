@@ -44,6 +44,7 @@ def save(run: Run, saver: Saver, step: int, sums: MetricSums) -> None:
         "world_size": run.ranks.world_size,
         "metric_sums": metric_sums,
         "loss_scale": grad_scaler.state() if grad_scaler else None,
+        "online_probe": run.step.online_probe.state() if run.step.online_probe else None,
     }
     saver.save(content)
 
@@ -162,6 +163,9 @@ def _restore(run: Run, content: dict[str, Any], sums: MetricSums) -> int:
     loss_scale = content.get("loss_scale")
     if run.step.grad_scaler and loss_scale:
         run.step.grad_scaler.load(loss_scale)
+    probe = run.step.online_probe
+    if probe and not (content.get("online_probe") and probe.load(content["online_probe"])):
+        _log.warning("the checkpoint of step %d has no online probe of these classes: it starts at zero", step)
     _log_ranks(run, int(content["world_size"]))
     _log.info("continuing after step %d", step)
     return step
