@@ -6,6 +6,7 @@ import numpy as np
 
 from trainer.data.array_split import ArraySplit, JoinedSplits, SplitImages
 from trainer.data.download_files import DownloadFiles, check_labels
+from trainer.errors import InputError
 
 _CHANNELS, _SIDE = 3, 96
 SPLITS = ["train", "test", "train+unlabeled"]
@@ -37,4 +38,9 @@ def _open_part(files: DownloadFiles, part: str, class_names: list[str]) -> Array
     if part == "unlabeled":
         return ArraySplit(images, np.full(len(images), -1, np.int32), class_names)
     labels = files.read(f"{part}_y.bin").astype(np.int32) - 1
+    if len(labels) != len(images):
+        raise InputError(
+            f"{files.path}: {part}_X.bin has {len(images)} images, but {part}_y.bin {len(labels)} labels: get the archive "
+            "again"
+        )
     return ArraySplit(images, check_labels(labels, class_names, files.path), class_names)

@@ -184,6 +184,8 @@ def list_members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", tarinfo=_Header) as tar:
             yield from tar
             _check_end(file, tar.offset)
+    except InputError:  # which is a ValueError
+        raise
     except (tarfile.TarError, ValueError, OverflowError) as error:  # the last two for numbers that cannot be right
         problem = printable(str(error))[:200]
         raise InputError(f"cannot be read as an uncompressed tar file, or is cut off: {problem}") from error
