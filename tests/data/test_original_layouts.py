@@ -373,6 +373,10 @@ def test_val_of_tiny_imagenet_alone_takes_its_classes_from_the_list(tmp_path: Pa
     val = open_index(root, "val")
     assert val.class_names == sorted(originals.TINY_WNIDS)
     assert val.name(0) == "images/val_0.JPEG"
+    (root / "wnids.txt").unlink()
+    for name, split in ((root, "val"), (root / "val", ".")):
+        val = open_index(name, split)
+        assert (val.class_names, len(val)) == (sorted(originals.TINY_WNIDS), 4)
 
 
 def test_changed_annotations_give_a_new_index_and_broken_ones_an_error(

@@ -106,6 +106,17 @@ def test_names_of_classes_have_the_same_numbers_in_all_splits(tmp_path: Path) ->
     assert open_index(tmp_path, "val").labels.tolist() == [0]
 
 
+def test_the_index_is_kept_if_the_training_split_names_no_classes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard(tmp_path / "train-0000.tar", {}, {})
+    shard(tmp_path / "val-0000.tar", labelled(label="dog"))
+    caplog.set_level("INFO")
+    for _ in range(2):
+        assert open_index(tmp_path, "val").class_names == ["dog"]
+    assert "indexing them again" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "split"),
     [

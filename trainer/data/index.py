@@ -297,7 +297,7 @@ def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max
         if not train or train == packed:
             return None
         uses_names = True
-        return _open_shards(root, "train", train, progress, max_classes).class_names
+        return _open_shards(root, "train", train, progress, max_classes).class_names or None
 
     def unchanged(metadata: dict[str, Any]) -> bool:
         indexed = (metadata.get("shards"), metadata.get("mtimes"))

@@ -82,7 +82,7 @@ def list_class_folders(folder: Path) -> list[str]:
 def find_class_names(root: Path, split: str) -> list[str]:
     """Return the class names by label: the folders of the training split or, if it has none, those of the split itself.
 
-    Tiny ImageNet lists its classes in a file, which counts if there is no training split.
+    Tiny ImageNet lists its classes in files, which count if there is no training split.
     """
     # All splits take their labels from the training split, so that a class has the same label everywhere.
     train = root / "train"
@@ -90,7 +90,8 @@ def find_class_names(root: Path, split: str) -> list[str]:
     if split != WHOLE_FOLDER and train.is_dir():
         names = list_class_folders(train)
     if not names and tiny_imagenet.has_annotations(root / split):
-        names = tiny_imagenet.read_classes(root)
+        annotated = tiny_imagenet.read_annotations(root / split).values()
+        names = tiny_imagenet.read_classes(root) or sorted(set(annotated))
     return names or list_class_folders(root / split)
 
 

@@ -62,7 +62,7 @@ def find_source(source: str, classes: Path | None, download_dir: Path, progress:
 
         return Source(layout.list_splits(located), open_layout)
     if not path.is_dir():
-        raise InputError(f"{path}: is not an archive of a known set. {known}")
+        raise InputError(f"{path}: is not the archive of a known set (for ImageNet's tars, give their folder). {known}")
     # Tell the user about tar shards instead of complaining about missing class folders.
     if list_shard_splits(path):
         raise InputError(f"{path}: holds tar shards, which can be trained on as they are; prepare takes image folders")

@@ -25,7 +25,7 @@ def read_classes(root: Path) -> list[str]:
     """Return the classes of ROOT/wnids.txt, sorted as class folders are; empty if there is no such file."""
     if not is_tiny_imagenet(root):
         return []
-    return sorted((root / _CLASS_LIST).read_text(encoding="utf-8").split())
+    return sorted(_read_text(root / _CLASS_LIST).split())
 
 
 def has_annotations(folder: Path) -> bool:
@@ -37,12 +37,17 @@ def read_annotations(folder: Path) -> dict[str, str]:
     """Read the class of each image: NAME<tab>CLASS<tab>box on each line. Raises InputError naming file and line."""
     path = folder / ANNOTATIONS
     classes = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_read_text(path).splitlines(), 1):
         fields = line.split("\t")
         if len(fields) < 2 or not fields[0] or not fields[1]:
             raise InputError(f"{path}, line {number}: expected NAME<tab>CLASS, not {printable(line)[:80]!r}")
         classes[fields[0]] = fields[1]
     return classes
+
+
+def _read_text(path: Path) -> str:
+    # Names of files need not be UTF-8.
+    return path.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def is_boxes_file(class_name: str, name: str) -> bool:
