@@ -318,6 +318,12 @@ def test_a_list_of_classes_is_refused_for_a_published_set(tmp_path: Path) -> Non
 # --- interruptions and unusual sets ---
 
 
+def test_a_split_does_not_take_the_shards_of_one_whose_name_ends_alike(tmp_path: Path) -> None:
+    source = make_folder(source_folder(tmp_path / "s"), {"my-train/cat/a.jpg": JPEG, "my-train/dog/b.jpg": JPEG})
+    prepare(str(source), tmp_path / "dest", progress=False)
+    assert [len(open_index(tmp_path / "dest", split)) for split in ("my-train", "train")] == [2, 8]
+
+
 def test_all_splits_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     source = source_folder(tmp_path / "s")
     (source / "test").mkdir()

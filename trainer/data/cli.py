@@ -12,11 +12,19 @@ _DEFAULT_QUALITY = 90
 
 
 def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `wmse prepare`."""
+    """Add the options of `wmse prepare`, and the sources that it recognises."""
+    # Loads the readers of all layouts, which the other commands do not need.
+    from trainer.data.original_layouts import describe_layouts
+
+    parser.epilog = (
+        "SOURCE is a name (fashion-mnist, cifar10, cifar100, stl10), which is downloaded, or the path of one of these:\n"
+        f"{describe_layouts()}\n"
+        "Images without labels are prepared as well. docs/data.md names the download and the recipe of each data set."
+    )
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="an image folder in ImageNet's layout, or the name of a data set: fashion-mnist, cifar10, ...",
+        help="name of a data set, a download in its original layout, or an image folder (see below)",
     )
     parser.add_argument("dest", type=Path, metavar="DEST", help="folder to create")
     parser.add_argument(
@@ -36,7 +44,7 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "--classes",
         type=Path,
         metavar="FILE",
-        help="take only the classes listed in this file, one folder name on each line (configs/imagenet100_classes.txt)",
+        help="take only the classes listed in this file, one name on each line (configs/imagenet100_classes.txt)",
     )
     parser.add_argument(
         "--splits",

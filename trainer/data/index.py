@@ -19,9 +19,11 @@ from trainer.config.schema import DataConfig
 from trainer.data.cache_folder import find_cache
 from trainer.data.index_build import (
     LAYOUT,
+    SPLIT_NAMES,
     build_folder,
     file_name,
     find_class_names,
+    list_class_folders,
     log_skipped,
     open_without_waiting,
     some_names,
@@ -39,13 +41,14 @@ from trainer.data.tar_shards import (
     TAR_BLOCK,
     build_shards,
     describe_shards,
+    list_shard_splits,
     list_shards,
     read_class_names,
     uncompress_shard,
 )
 from trainer.errors import InputError
 
-_RULES = 2  # increased when the same files give a different index, so that indices of earlier versions are rebuilt
+_RULES = 3  # increased when the same files give a different index, so that indices of earlier versions are rebuilt
 MAX_OPEN_SHARDS = 256  # well below the usual limit of 1,024 open files; further shards are opened for each read
 
 _log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class Index:
         self.path = path
         # Where the bytes are: in a folder, or in shards.
         self._folder = root / self.split
+        self._is_flat: bool = metadata.get("is_flat") is True
         self._shards = shards
         # Number of a shard -> its open file. The lock is held only to open another one.
         self._descriptors: dict[int, int] = {}
@@ -132,7 +136,8 @@ class Index:
         return data
 
     def _file_name(self, i: int) -> str:
-        return file_name(self.class_names, self.labels[i], self._base_name(i))
+        name = self._base_name(i)
+        return name if self._is_flat else file_name(self.class_names, self.labels[i], name)
 
     def _base_name(self, i: int) -> str:
         # All names are stored one after the other; a name begins where the one before it ends.
@@ -239,13 +244,23 @@ def open_index(
             return _open_folder(root, split, progress)
     except PermissionError as error:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    # Help the user: list what the folder contains.
+    raise InputError(_describe_missing_split(root, split))
+
+
+def _describe_missing_split(root: Path, split: str) -> str:
+    """Describe for an error message what the folder contains, and the setting that names another split."""
     found = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
     contents = some_names(found) or "nothing"
-    raise InputError(
-        f"{root}: no split {split!r} in it (it holds: {contents}); {LAYOUT}. To train on all images below it, give "
-        "--data.train_split ."
-    )
+    advice = "To train on all images below it, give --data.train_split ."
+    splits = list_shard_splits(root) or [name for name in list_class_folders(root) if name in SPLIT_NAMES]
+    if splits:
+        setting = "train_split" if split == "train" else "test_split"
+        others = [name for name in splits if name != "train"] or splits
+        advice = (
+            f"Its splits are {some_names(splits)}: name one of them, such as --data.{setting} {printable(others[0])}, or "
+            "--data.train_split . to train on all images below it"
+        )
+    return f"{root}: no split {split!r} in it (it holds: {contents}); {LAYOUT}. {advice}"
 
 
 def open_images(data: DataConfig, split: str, *, progress: bool = False) -> Index:
@@ -273,15 +288,30 @@ def _open_shards(root: Path, split: str, packed: list[Path], progress: bool, max
     class_names = read_class_names(root)
     mtimes = [shard.stat().st_mtime_ns for shard in shards]
 
+    # Labels that are names of classes get the numbers that they have in the training split, which is opened only for them.
+    uses_names = False
+
+    def names_of_train() -> list[str] | None:
+        nonlocal uses_names
+        train = list_shards(root, "train")
+        if not train or train == packed:
+            return None
+        uses_names = True
+        return _open_shards(root, "train", train, progress, max_classes).class_names or None
+
     def unchanged(metadata: dict[str, Any]) -> bool:
         indexed = (metadata.get("shards"), metadata.get("mtimes"))
-        same_shards = indexed == (describe_shards(shards), mtimes)
-        return same_shards and class_names in (None, metadata["class_names"]) and _follows_rules(metadata)
+        if indexed != (describe_shards(shards), mtimes) or not _follows_rules(metadata):
+            return False
+        expected = names_of_train() if metadata.get("uses_names_of_train") else class_names
+        return expected in (None, metadata["class_names"])
 
     if not _is_current(path, unchanged):
         # Build the index and record which shards it describes.
-        content, notes = build_shards(shards, split, class_names, progress, max_classes)
+        uses_names = False
+        content, notes = build_shards(shards, split, class_names, progress, max_classes, names_of_train)
         content.metadata["mtimes"] = mtimes
+        content.metadata["uses_names_of_train"] = uses_names
         _keep(path, content, notes)
     return Index(path, root, shards)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.data import tiny_imagenet
 from trainer.data.image_probe import HEAD_BYTES, ImageInfo, inspect_head, inspect_image
 from trainer.data.index_file import Columns, IndexContent
 from trainer.data.printable import printable
@@ -18,6 +19,7 @@ from trainer.files import refuse_machine_fault
 from trainer.progress import with_progress
 
 LAYOUT = "expected ROOT/SPLIT/CLASS/IMAGE (such as train/n01440764/n01440764_18.JPEG) or shards ROOT/SPLIT-000000.tar"
+SPLIT_NAMES = ("train", "val", "valid", "validation", "test")  # usual names of splits
 WHOLE_FOLDER = "."  # the split of a folder that is not divided into splits
 TOO_LARGE_BYTES = 2**31
 TOO_LARGE = "2 GiB or larger"
@@ -37,6 +39,14 @@ class Listing(NamedTuple):
     class_names: list[str]
     folders: list[tuple[str, int]]  # path below the split, modification time in nanoseconds
     notes: list[str]  # what looks unintended, with counts
+    is_flat: bool = False  # all names are relative to the split, because a file of the split holds the labels
+
+    def paths(self) -> list[str]:
+        """Return the path of each file below the split."""
+        if self.is_flat:
+            return self.names
+        labelled_names = zip(self.labels, self.names, strict=True)
+        return [file_name(self.class_names, label, name) for label, name in labelled_names]
 
 
 # Sorted names make the index the same on every file system.
@@ -70,34 +80,43 @@ def list_class_folders(folder: Path) -> list[str]:
 
 
 def find_class_names(root: Path, split: str) -> list[str]:
-    """Return the class names by label: the folders of the training split or, if it has none, those of the split itself."""
+    """Return the class names by label: the folders of the training split or, if it has none, those of the split itself.
+
+    Tiny ImageNet lists its classes in files, which count if there is no training split.
+    """
     # All splits take their labels from the training split, so that a class has the same label everywhere.
     train = root / "train"
     names = []
     if split != WHOLE_FOLDER and train.is_dir():
         names = list_class_folders(train)
+    if not names and tiny_imagenet.has_annotations(root / split):
+        annotated = tiny_imagenet.read_annotations(root / split).values()
+        names = tiny_imagenet.read_classes(root) or sorted(set(annotated))
     return names or list_class_folders(root / split)
 
 
 def list_folder(root: Path, split: str, classes: Sequence[str] | None = None) -> Listing:
     """List ROOT/SPLIT/CLASS/**, or everything below ROOT/SPLIT without labels if none of its folders is a class.
 
-    Hidden files and folders are ignored. classes: list only these classes; None: all. Raises InputError naming path and
-    expected layout if there are no files.
+    Hidden files and folders are ignored. classes: list only these classes; None: all; none: list everything without labels.
+    Raises InputError naming path and expected layout if there are no files.
     """
     folder = root / split
     # Labels follow the class list if there is one, otherwise the folders of the training split.
     class_names = find_class_names(root, split) if classes is None else list(classes)
     entries = _list_entries(folder)
-    if classes is not None:
+    is_flat = tiny_imagenet.has_annotations(folder) and set(entries.folders).isdisjoint(class_names)
+    if classes and not is_flat:
         entries = _keep_classes(entries, folder, classes)
     # The folder itself belongs to the listing: its modification time changes when a class is added.
     listing = Listing([], [], class_names, [("", folder.stat().st_mtime_ns)], [])
+    if is_flat:
+        listing = _list_annotated(listing, folder)
     # Without class folders, every file below the split is an image without a label.
-    if set(entries.folders).isdisjoint(class_names):
+    elif set(entries.folders).isdisjoint(class_names):
         _add_unlabelled(listing, folder, entries)
     else:
-        _add_classes(listing, folder, entries)
+        _add_classes(listing, folder, entries, has_boxes=tiny_imagenet.is_tiny_imagenet(root))
     if not listing.names:
         raise InputError(f"{folder}: there are no files in it; {LAYOUT}")
     return listing
@@ -122,13 +141,41 @@ def _add_unlabelled(listing: Listing, folder: Path, entries: _Entries) -> None:
     listing.notes.extend(_note_unlabelled(folder, entries, listing.class_names, len(names)))
 
 
-def _add_classes(listing: Listing, folder: Path, entries: _Entries) -> None:
-    """Add the files of all class folders to the listing, in the order of their labels."""
+def _list_annotated(listing: Listing, folder: Path) -> Listing:
+    """Return a listing of Tiny ImageNet's split val, whose images lie in one folder and whose classes lie in a file."""
+    annotations = tiny_imagenet.read_annotations(folder)
+    # The listing is outdated as well when the file of labels changes.
+    modified = (folder / tiny_imagenet.ANNOTATIONS).stat().st_mtime_ns
+    listing.folders.append((tiny_imagenet.ANNOTATIONS, modified))
+    numbers = {name: label for label, name in enumerate(listing.class_names)}
+    unknown = []
+    for name in _list_files(folder, tiny_imagenet.IMAGES, listing.folders):
+        label = numbers.get(annotations.get(name, ""))
+        if label is None:
+            unknown.append(name)
+            continue
+        listing.names.append(f"{tiny_imagenet.IMAGES}/{name}")
+        listing.labels.append(label)
+    if unknown:
+        listing.notes.append(
+            f"{folder}: {len(unknown)} files are skipped, because {tiny_imagenet.ANNOTATIONS} gives them no class that is "
+            f"used ({some_names(unknown)})"
+        )
+    return listing._replace(is_flat=True)
+
+
+def _add_classes(listing: Listing, folder: Path, entries: _Entries, has_boxes: bool) -> None:
+    """Add the files of all class folders to the listing, in the order of their labels.
+
+    has_boxes: each class folder of Tiny ImageNet has a list of boxes, which is no image.
+    """
     class_names = listing.class_names
     listing.notes.extend(_note_oddities(folder, entries, class_names))
     found_classes = set(entries.folders) & set(class_names)
     for label in sorted(map(class_names.index, found_classes)):
         names = _list_files(folder, class_names[label], listing.folders)
+        if has_boxes:
+            names = [name for name in names if not tiny_imagenet.is_boxes_file(class_names[label], name)]
         listing.names.extend(names)
         listing.labels.extend([label] * len(names))
         if not names:
@@ -147,19 +194,20 @@ def build_folder(
     """
     listing = list_folder(root, split, classes)
     # Paths below the split, to open the files and to name them in messages.
-    labelled_names = zip(listing.labels, listing.names, strict=True)
-    names = [file_name(listing.class_names, label, name) for label, name in labelled_names]
+    names = listing.paths()
     folder = root / split
     paths = (os.path.join(folder, name) for name in names)
     with ThreadPool(READ_THREADS) as pool:
         # imap keeps the order of the names.
         found = pool.imap(_inspect_file, paths, chunksize=256)
         verdicts = list(with_progress(found, len(names), f"index {split}", progress))
-    metadata = {
+    metadata: dict[str, Any] = {
         "split": split,
         "class_names": listing.class_names,
         "folders": listing.folders,
     }
+    if listing.is_flat:
+        metadata["is_flat"] = True
     # The verdicts add the other columns.
     columns = {"label": np.array(listing.labels, "<i4")}
     return assemble_content(columns, listing.names, verdicts, metadata, names), listing.notes
@@ -289,6 +337,8 @@ def _note_unlabelled(folder: Path, entries: _Entries, class_names: list[str], co
     """Say why the files of a folder get no labels."""
     if not entries.folders:
         return [f"{folder}: has no class folders: its {count} files are used without labels"]
+    if not class_names:
+        return [f"{folder}: its {count} files, also those in folders, are used without labels"]
     found = some_names(entries.folders)
     expected = some_names(class_names)
     return [

@@ -4,7 +4,8 @@
     bytes 8-11   format version, uint32 (all numbers are little-endian)
     bytes 12-15  length of the metadata, uint32
     then         metadata, JSON in UTF-8: "split", "class_names", "count", "fingerprint", what the index was built from
-                 ("folders" or "shards"), and "columns": [name, dtype, length] of each array
+                 ("folders" or "shards"), "is_flat" if labelled images do not lie in the folders of their classes, and
+                 "columns": [name, dtype, length] of each array
     then         the arrays in the order of "columns", each starting at a multiple of 64 bytes from the file's start
 
 The columns have one value for each image:

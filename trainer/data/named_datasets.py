@@ -1,45 +1,20 @@
-"""Published data sets by name. To add another one, write a function that loads it and a line in SETS."""
+"""Published data sets by name, which torchvision downloads.
 
-import gzip
+To add another one, write a function that loads it, and a line in SETS.
+"""
+
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torchvision
-from PIL import Image
 
-from trainer.data.image_probe import encode_png
+from trainer.data import fashion_mnist
+from trainer.data.array_split import ArraySplit
 from trainer.errors import InputError
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # from the package dataset-fashion-mnist
-
-# Images or labels as bytes.
-Pixels = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class ArraySplit:
-    """One split held in memory, with the methods of `Index` that a shard writer needs."""
-
-    images: Pixels
-    """(n, H, W) or (n, H, W, 3)."""
-    labels: npt.NDArray[np.int32]
-    """(n,); -1: no label."""
-    class_names: list[str]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def name(self, i: int) -> str:
-        """Return a file name for image i."""
-        return f"{i:06d}.png"
-
-    def read(self, i: int) -> bytes:
-        """Return image i encoded as PNG."""
-        return encode_png(Image.fromarray(self.images[i]))
 
 
 class KnownSet(NamedTuple):
@@ -64,22 +39,11 @@ def load_split(name: str, split: str, download_dir: Path) -> ArraySplit:
 
 
 def _fashion_mnist(split: str, download_dir: Path) -> ArraySplit:
-    # torchvision has the class names, the files have not.
-    class_names = list(torchvision.datasets.FashionMNIST.classes)
     # Use the files of the Debian package if they are installed: no download is needed then.
     if DEBIAN_FASHION_MNIST.is_dir():
-        stem = DEBIAN_FASHION_MNIST / {"train": "train", "test": "t10k"}[split]
-        pixels = _read_idx(Path(f"{stem}-images-idx3-ubyte.gz"), header_bytes=16)
-        labels = _read_idx(Path(f"{stem}-labels-idx1-ubyte.gz"), header_bytes=8)
-        return ArraySplit(pixels.reshape(-1, 28, 28), labels.astype("i4"), class_names)
+        return fashion_mnist.open_split(DEBIAN_FASHION_MNIST, split)
     found = torchvision.datasets.FashionMNIST(str(download_dir), train=split == "train", download=True)
-    return ArraySplit(found.data.numpy(), found.targets.numpy().astype("i4"), class_names)
-
-
-def _read_idx(path: Path, header_bytes: int) -> Pixels:
-    """Read the bytes behind the header of a gzipped IDX file, the format of MNIST."""
-    content = gzip.decompress(path.read_bytes())
-    return np.frombuffer(content, np.uint8, offset=header_bytes)
+    return ArraySplit(found.data.numpy(), found.targets.numpy().astype("i4"), list(found.classes))
 
 
 def _cifar10(split: str, download_dir: Path) -> ArraySplit:

@@ -5,7 +5,6 @@ the same bytes. The images of a split are shuffled once, for programs that read 
 """
 
 import fcntl
-import hashlib
 import json
 import logging
 import shutil
@@ -15,23 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.cache_folder import user_cache
-from trainer.data.class_list import read_class_list
 from trainer.data.index import Index
-from trainer.data.index_build import (
-    LAYOUT,
-    build_folder,
-    find_class_names,
-    list_class_folders,
-    log_skipped,
-)
+from trainer.data.index_build import log_skipped
 from trainer.data.index_file import write_index
-from trainer.data.named_datasets import SETS, ArraySplit, load_split
+from trainer.data.named_datasets import SETS
 from trainer.data.shard_writer import Shrink, write_shards
-from trainer.data.tar_shards import SHARD_NAME, list_shards
+from trainer.data.sources import find_source
+from trainer.data.tar_shards import list_shards
 from trainer.errors import InputError
 from trainer.files import write_text
 
-SOURCE_INDEX = "source_index"  # folder for temporary indices of the source
+SCRATCH = "source_index"  # folder for temporary indices of the source, and for archives that have to be uncompressed
 _COMPLETE = ".complete"  # suffix of the file that records the settings of a complete split
 
 _log = logging.getLogger(__name__)
@@ -49,7 +42,7 @@ def prepare(
     download_dir: Path | None = None,
     progress: bool = True,
 ) -> None:
-    """Write SOURCE, an image folder (ROOT/SPLIT/CLASS/IMAGE) or a name in `named_datasets.SETS`, as a prepared set to DEST.
+    """Write SOURCE as a prepared set to DEST: a name in `named_datasets.SETS`, or a path that `sources` recognises.
 
     DEST must be missing or empty, and appears only when it is complete. After an interruption the same call keeps the splits
     that were complete. SPLIT.skipped.txt lists the skipped files.
@@ -57,18 +50,20 @@ def prepare(
     splits: the splits to take; None: all.
     max_images: largest number of images of a split, spread evenly over its classes.
     shrink: how to downscale large images; None: store all images byte for byte.
-    classes: a file that lists the classes of an image folder to take (`class_list`); None: all.
+    classes: a file that lists the classes to take (`class_list`), not for a set given by name; None: all.
     Raises InputError before anything is written if the sizes, splits or folders are wrong.
     """
     dest = dest.expanduser().absolute()
     # Check everything that can be wrong before anything is written.
     _check_arguments(source, dest, images_per_shard, shrink, classes)
     max_images = max_images or {}
-    splits = _choose_splits(source, splits, max_images)
-    download_to = download_dir or user_cache() / "downloads"
+    found = find_source(source, classes, download_dir or user_cache() / "downloads", progress)
+    splits = _choose_splits(source, found.splits, splits, max_images)
     with _partial_folder(dest) as partial:
+        scratch = partial / SCRATCH
+        scratch.mkdir(exist_ok=True)
         # Open all splits first, because their class names must agree.
-        sources = {split: _open_source(source, split, partial, download_to, classes, progress) for split in splits}
+        sources = {split: found.open_split(split, scratch) for split in splits}
         names_by_split = {split: images.class_names for split, (images, _) in sources.items()}
         class_names = _common_classes(source, names_by_split)
         counts = {}
@@ -76,7 +71,7 @@ def prepare(
         for split, (images, skipped) in sources.items():
             limit = min(max_images.get(split, len(images)), len(images))
             # A split is complete only if it was written with the same settings.
-            settings = json.dumps([_identity(images), class_names, limit, images_per_shard, shrink])
+            settings = json.dumps([images.fingerprint, class_names, limit, images_per_shard, shrink])
             if not _is_complete(partial, split, settings):
                 # Shards, index and mark are written in this order: a split without the mark is written again.
                 content = write_shards(
@@ -117,9 +112,13 @@ def _write_description(
     write_text(path, json.dumps(description, indent=1) + "\n")
 
 
-def _choose_splits(source: str, splits: Sequence[str] | None, max_images: Mapping[str, int]) -> list[str]:
+def _choose_splits(
+    source: str,
+    available: list[str],
+    splits: Sequence[str] | None,
+    max_images: Mapping[str, int],
+) -> list[str]:
     """Return the splits to take. Raises InputError if the source has no split of a given name."""
-    available = _list_splits(source)
     chosen = list(splits) if splits else available
     if unknown := sorted({*chosen, *max_images} - set(available)):
         raise InputError(f"{source}: no split {', '.join(unknown)}; it has {', '.join(available)}")
@@ -176,18 +175,10 @@ def _partial_folder(dest: Path) -> Iterator[Path]:
                 shutil.rmtree(partial)
             raise
         # DEST is complete: remove what only an interrupted call would need.
-        shutil.rmtree(partial / SOURCE_INDEX, ignore_errors=True)
+        shutil.rmtree(partial / SCRATCH, ignore_errors=True)
         for temporary in (*partial.glob(f"*{_COMPLETE}"), partial / ".lock"):
             temporary.unlink()
         partial.rename(dest)
-
-
-def _identity(images: Index | ArraySplit) -> str:
-    """Return a text that is equal only for the same images, order and labels."""
-    if isinstance(images, Index):
-        return images.fingerprint
-    content = images.images.tobytes() + images.labels.tobytes()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _is_complete(partial: Path, split: str, settings: str) -> bool:
@@ -196,52 +187,9 @@ def _is_complete(partial: Path, split: str, settings: str) -> bool:
     if mark.exists() and mark.read_text() == settings:
         _log.info("split %s: an earlier call completed it", split)
         return True
-    for remainder in (mark, *list_shards(partial, split)):
+    for remainder in (mark, *list_shards(partial, split, exact=True)):
         remainder.unlink(missing_ok=True)
     return False
-
-
-def _list_splits(source: str) -> list[str]:
-    """Return the splits of the source. Raises InputError if it is no image folder and no known data set."""
-    if source in SETS:
-        return list(SETS[source].splits)
-    root = Path(source).expanduser()
-    if not root.is_dir():
-        raise InputError(f"{source}: neither a folder nor a known set ({', '.join(SETS)}); {LAYOUT}")
-    # Tell the user about tar shards instead of complaining about missing class folders.
-    if any(SHARD_NAME.fullmatch(path.name) for path in root.iterdir()):
-        raise InputError(f"{root}: holds tar shards, which can be trained on as they are; prepare takes image folders")
-    if not (splits := list_class_folders(root)):
-        raise InputError(f"{root}: no folders in it; {LAYOUT}")
-    return splits
-
-
-def _open_source(
-    source: str,
-    split: str,
-    partial: Path,
-    download_dir: Path,
-    classes: Path | None,
-    progress: bool,
-) -> tuple[Index | ArraySplit, list[tuple[str, str]]]:
-    """Open a split; return its images, and (name, problem) of each file that cannot be used."""
-    if source in SETS:
-        # A published data set is loaded as arrays and has no files to skip.
-        download_dir.mkdir(parents=True, exist_ok=True)
-        return load_split(source, split, download_dir), []
-    root = Path(source).expanduser()
-    listed = None
-    if classes is not None:
-        listed = read_class_list(classes, find_class_names(root, split))
-    # Inspect all files of the split and skip those that are not images.
-    content, notes = build_folder(root, split, progress, listed)
-    for note in notes:
-        _log.warning("%s", note)
-    # The index of the source is temporary: it is deleted with the partial folder's other files.
-    path = partial / SOURCE_INDEX / f"{split}.index"
-    path.parent.mkdir(exist_ok=True)
-    write_index(path, content)
-    return Index(path, root), content.skipped
 
 
 def _common_classes(source: str, names_by_split: dict[str, list[str]]) -> list[str]:

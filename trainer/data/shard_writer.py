@@ -13,11 +13,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from trainer.config.schema import DataConfig
+from trainer.data.array_split import SplitImages
 from trainer.data.image_probe import decode_rgb, inspect_image, to_direct
-from trainer.data.index import Index
 from trainer.data.index_build import READ_THREADS
 from trainer.data.index_file import IndexContent
-from trainer.data.named_datasets import ArraySplit
 from trainer.data.tar_shards import build_shards, list_shards
 from trainer.errors import InputError
 from trainer.files import refuse_machine_fault
@@ -63,7 +62,7 @@ def choose_images(labels: npt.NDArray[np.int32], limit: int) -> npt.NDArray[np.i
 
 
 def write_shards(
-    images: Index | ArraySplit,
+    images: SplitImages,
     folder: Path,
     *,
     split: str,
@@ -93,7 +92,7 @@ def write_shards(
                 # Image and label of a sample must be adjacent.
                 _add_member(tar, f"{sample.key}.{sample.suffix}", sample.data)
                 _add_member(tar, f"{sample.key}.cls", str(sample.label).encode())
-    shards = list_shards(folder, split)
+    shards = list_shards(folder, split, exact=True)
     if not shards:
         raise InputError(f"split {split}: none of its images can be used; the first: {': '.join(skipped[0])}")
     # Index the shards that were written, not the source: the index must match their bytes.
@@ -103,7 +102,7 @@ def write_shards(
 
 
 def _read_samples(
-    images: Index | ArraySplit,
+    images: SplitImages,
     ids: list[int],
     shrink: Shrink | None,
     skipped: list[tuple[str, str]],
@@ -124,7 +123,7 @@ def _read_samples(
                     yield Sample(key, suffix, data, int(images.labels[i]))
 
 
-def _read_image(images: Index | ArraySplit, i: int, shrink: Shrink | None) -> tuple[bytes, str, str]:
+def _read_image(images: SplitImages, i: int, shrink: Shrink | None) -> tuple[bytes, str, str]:
     """Return (bytes for the tar, suffix, problem) of image i; the problem is empty if the image can be used.
 
     Raises InputError if the machine is at fault and not the image.

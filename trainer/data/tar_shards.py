@@ -1,5 +1,6 @@
 """Tar shards in the WebDataset convention: SPLIT-000000.tar with members KEY.jpg (or .png, ...) and KEY.cls, the label as text.
 
+Shards of other tools may have the label in KEY.json or KEY.txt instead (`shard_labels`).
 Images are read from the shard itself, at the offsets that the tar headers give; no member is ever unpacked to a file. This is
 impossible in a compressed shard (SPLIT-000000.tar.gz), so it is uncompressed once, as a whole, into the cache.
 """
@@ -15,10 +16,10 @@ import re
 import shutil
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -32,14 +33,16 @@ from trainer.data.index_build import (
 )
 from trainer.data.index_file import IndexContent
 from trainer.data.printable import printable, size_text
+from trainer.data.shard_labels import StoredLabel, number_labels, read_json_label, read_text_label
 from trainer.errors import InputError
 from trainer.files import atomic_write
 from trainer.progress import with_progress
 
 PICTURE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "jp2", "ppm", "pgm")
-SHARD_NAME = re.compile(r"(.+)-\d+\.tar(?:\.gz)?")  # group 1: the split
+_SHARD_NAME = re.compile(r"(?:(.+)-)?\d+\.tar(?:\.gz)?")  # group 1: the split
 TAR_BLOCK = 512  # bytes; each member starts at a multiple of it
 _FREE_SPACE_LEFT = 1 << 28  # bytes that stay free on the disk of the cache
+_MOST_PART_BYTES = 1 << 24  # largest .json or .txt that is read
 _MAX_PADDING = 10_240 + TAR_BLOCK  # bytes of zeros: an end mark of two blocks, padded to a record of 20 blocks
 
 _log = logging.getLogger(__name__)
@@ -49,21 +52,31 @@ class Sample(NamedTuple):
     """One image of a shard: bytes [offset, offset + nbytes)."""
 
     member: str
-    label: int
+    label: StoredLabel
     offset: int
     nbytes: int
 
 
-def list_shards(root: Path, split: str) -> list[Path]:
+def list_shards(root: Path, split: str, exact: bool = False) -> list[Path]:
     """Return ROOT/SPLIT-<digits>.tar, or .tar.gz if there is no uncompressed one, sorted by name.
 
-    Raises InputError for a shard that is not a regular file.
+    Without such shards and without a folder ROOT/SPLIT, these are the shards ROOT/PREFIX-SPLIT-<digits>.tar of other tools
+    and, for the split train, ROOT/<digits>.tar. exact: only take the names of the first form.
+    Raises InputError for a shard that is not a regular file, and for several prefixes.
     """
-    names = set()
-    for entry in root.iterdir():
-        found = SHARD_NAME.fullmatch(entry.name)
-        if found and found[1] == split:
-            names.add(entry.name)
+    groups = _group_shards(root)
+    names = groups.get(split, set())
+    if not names and not exact and not (root / split).is_dir():
+        candidates = [name for name in groups if name.endswith((f"-{split}", f"_{split}", f".{split}"))]
+        if split == "train" and "" in groups:
+            candidates.append("")
+        if len(candidates) > 1:
+            found = ", ".join(sorted(f"{name}-*.tar" if name else "<digits>.tar" for name in candidates))
+            raise InputError(
+                f"{root}: the split {split!r} could be any of {found}: give the whole name before the digits as the "
+                "split, such as --data.train_split NAME"
+            )
+        names = set().union(*(groups[name] for name in candidates))
     for name in names:
         path = root / name
         if path.exists() and not path.is_file():  # opening a named pipe would block
@@ -71,6 +84,26 @@ def list_shards(root: Path, split: str) -> list[Path]:
     # Drop a compressed shard if there is an uncompressed one of the same name.
     kept = [name for name in sorted(names) if name.removesuffix(".gz") not in names - {name}]
     return [root / name for name in kept]
+
+
+def list_shard_splits(root: Path) -> list[str]:
+    """Return the splits of the shards in ROOT, sorted. Shards that have no name but digits are the split train."""
+    groups = _group_shards(root)
+    if "" in groups:
+        del groups[""]
+        # Next to a folder of that name they are something else.
+        if list_shards(root, "train"):
+            groups["train"] = set()
+    return sorted(groups)
+
+
+def _group_shards(root: Path) -> dict[str, set[str]]:
+    """Return the names of the shards in ROOT by the name of their split; it is empty for <digits>.tar."""
+    groups: dict[str, set[str]] = {}
+    for entry in root.iterdir():
+        if found := _SHARD_NAME.fullmatch(entry.name):
+            groups.setdefault(found[1] or "", set()).add(entry.name)
+    return groups
 
 
 def uncompress_shard(shard: Path, cache: Path) -> Path:
@@ -135,24 +168,36 @@ def read_shard(shard: Path) -> ShardContents:
     not a regular file, and for a tar file that is damaged or whose members end before the file does.
     """
     try:
-        with tarfile.open(shard, "r:", encoding="utf-8", tarinfo=_Header) as tar:
-            contents = _read_samples(tar)
-            _check_end(shard, tar.offset)
+        with shard.open("rb") as file:
+            return _read_samples(file)
     except InputError as error:
         raise InputError(f"{shard}: {error}") from error
+
+
+def list_members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an uncompressed tar, which may itself be a member of a tar.
+
+    The caller may read from the file between two members. Raises InputError for a tar that is damaged or whose members end
+    before the file does.
+    """
+    try:
+        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", tarinfo=_Header) as tar:
+            yield from tar
+            _check_end(file, tar.offset)
+    except InputError:  # which is a ValueError
+        raise
     except (tarfile.TarError, ValueError, OverflowError) as error:  # the last two for numbers that cannot be right
         problem = printable(str(error))[:200]
-        raise InputError(f"{shard}: cannot be read as an uncompressed tar file, or is cut off: {problem}") from error
-    return contents
+        raise InputError(f"cannot be read as an uncompressed tar file, or is cut off: {problem}") from error
 
 
-def _read_samples(tar: tarfile.TarFile) -> ShardContents:
+def _read_samples(file: IO[bytes]) -> ShardContents:
     """Group the members of a tar by key and return the sample of each group."""
     samples: list[Sample] = []
     skipped: list[str] = []
     seen: set[str] = set()
     # The parts of a sample must be adjacent, so grouping neighbours by key is enough.
-    members = (member for member in tar if _is_wanted(member))
+    members = (member for member in list_members(file) if _is_wanted(member))
     for key, group in itertools.groupby(members, lambda member: _split_name(member.name)[0]):
         parts = list(group)
         if key in seen:
@@ -161,7 +206,7 @@ def _read_samples(tar: tarfile.TarFile) -> ShardContents:
                 "or the sample is there twice"
             )
         seen.add(key)
-        samples.append(_join_parts(tar, key, parts))
+        samples.append(_join_parts(file, key, parts))
         skipped += [part.name for part in parts if _is_dotted_image(part.name)]
     return ShardContents(samples, skipped)
 
@@ -172,10 +217,12 @@ def build_shards(
     class_names: list[str] | None,
     progress: bool,
     max_classes: int = DataConfig.max_classes,
+    names_of_train: Callable[[], list[str] | None] = lambda: None,
 ) -> tuple[IndexContent, list[str]]:
     """Build the content of the index of uncompressed shards, and notes for the user.
 
-    class_names: None: the classes are named by their numbers, and there may be at most `max_classes`.
+    class_names: None: the classes are named by the labels, and there may be at most `max_classes`.
+    names_of_train: is called for the class names if the labels are texts and class_names is None; it may return None.
     Raises InputError naming tar and member as `read_shard` does, and for labels that are not a class.
     """
     if len(shards) > np.iinfo(np.uint16).max:
@@ -199,8 +246,13 @@ def build_shards(
             shard_numbers += [number] * len(contents.samples)
             display_names += [printable(f"{shard_name}/{sample.member}") for sample in contents.samples]
             skipped += [f"{shard_name}/{name}" for name in contents.skipped]
-    labels = np.array([sample.label for sample in samples], "<i4")
-    class_names = name_classes(labels, class_names, display_names, max_classes)
+    labels, class_names = number_labels(
+        [sample.label for sample in samples],
+        class_names,
+        display_names,
+        max_classes,
+        names_of_train,
+    )
     # Where the bytes of each image are; `assemble_content` adds the columns that describe it.
     columns = {
         "label": labels,
@@ -273,15 +325,15 @@ def _is_wanted(member: tarfile.TarInfo) -> bool:
     )
 
 
-def _check_end(shard: Path, end: int) -> None:
+def _check_end(file: IO[bytes], end: int) -> None:
     """Raise InputError if anything but a tar's usual padding follows its last member, which ends at byte `end`.
 
     Python's reader mistakes an unreadable header for the end of the file, so later members would be lost.
     """
-    size = shard.stat().st_size
+    size = file.seek(0, os.SEEK_END)
     if size - end < TAR_BLOCK:
         raise InputError(f"is cut off after its last whole member, at byte {end}: get the file again")
-    position = _find_nonzero(shard, end)
+    position = _find_nonzero(file, end)
     # Something other than zeros follows: a damaged header, or another tar file.
     if position is not None:
         after_zeros = position >= end + TAR_BLOCK
@@ -297,22 +349,22 @@ def _check_end(shard: Path, end: int) -> None:
         )
 
 
-def _find_nonzero(path: Path, position: int) -> int | None:
+def _find_nonzero(file: IO[bytes], position: int) -> int | None:
     """Return the position of the first byte from `position` on that is not zero, or None if all of them are zero."""
-    with path.open("rb") as file:
-        file.seek(position)
-        while chunk := file.read(1 << 20):
-            if rest := chunk.lstrip(b"\0"):
-                return position + len(chunk) - len(rest)
-            position += len(chunk)
+    file.seek(position)
+    while chunk := file.read(1 << 20):
+        if rest := chunk.lstrip(b"\0"):
+            return position + len(chunk) - len(rest)
+        position += len(chunk)
     return None
 
 
-def _join_parts(tar: tarfile.TarFile, key: str, parts: list[tarfile.TarInfo]) -> Sample:
+def _join_parts(file: IO[bytes], key: str, parts: list[tarfile.TarInfo]) -> Sample:
     """Make a sample of the members with the same key. Raises InputError unless there are one image and at most one label."""
     images = []
     labels = []
     dotted_labels = []  # such as `a.1.cls`, which was meant for a sample of its own
+    others = {}  # suffix -> part that may hold the label if there is no .cls
     for member in parts:
         suffix = _split_name(member.name)[1]
         if suffix in PICTURE_SUFFIXES:
@@ -321,6 +373,8 @@ def _join_parts(tar: tarfile.TarFile, key: str, parts: list[tarfile.TarInfo]) ->
             labels.append(member)
         elif suffix.endswith(".cls"):
             dotted_labels.append(member)
+        elif suffix in ("json", "txt"):
+            others[suffix] = member
     if len(images) != 1 or len(labels) > 1 or dotted_labels:
         names = printable(", ".join(member.name for member in parts))
         suffixes = ", ".join("." + suffix for suffix in PICTURE_SUFFIXES)
@@ -331,7 +385,11 @@ def _join_parts(tar: tarfile.TarFile, key: str, parts: list[tarfile.TarInfo]) ->
             "more dots"
         )
     image = images[0]
-    label = _read_label(tar, labels[0]) if labels else -1
+    label: StoredLabel = _read_label(file, labels[0]) if labels else None
+    if not labels and "json" in others:
+        label = read_json_label(_read_part(file, others["json"]), others["json"].name)
+    if label is None and "txt" in others:
+        label = read_text_label(_read_part(file, others["txt"]))
     return Sample(
         member=image.name,
         label=label,
@@ -340,14 +398,22 @@ def _join_parts(tar: tarfile.TarFile, key: str, parts: list[tarfile.TarInfo]) ->
     )
 
 
-def _read_label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+def _read_label(file: IO[bytes], member: tarfile.TarInfo) -> int:
     """Read the label of a sample, a whole number as text. Raises InputError naming the member."""
-    stream = tar.extractfile(member)
-    text = stream.read(32) if stream else b""
+    file.seek(member.offset_data)
+    text = file.read(min(32, member.size))
     # At most nine digits, so that the label fits into 32 bits.
     if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
         raise InputError(f"{printable(member.name)}: the label {text!r} is not a whole number")
     return int(text)
+
+
+def _read_part(file: IO[bytes], member: tarfile.TarInfo) -> bytes:
+    """Read a part of a sample that may hold its label. Raises InputError if it is far too large for that."""
+    if member.size > _MOST_PART_BYTES:
+        raise InputError(f"{printable(member.name)}: has {member.size} bytes, more than {_MOST_PART_BYTES}: remove it")
+    file.seek(member.offset_data)
+    return file.read(member.size)
 
 
 def _inspect_shard(shard: Path) -> tuple[ShardContents, list[Verdict]]:
@@ -367,7 +433,9 @@ def shard_notes(split: str, labels: np.ndarray, skipped: list[str], shards: list
     labels: (n,) with -1 for none. skipped: members that look like images of their own but are parts of other samples.
     """
     notes = []
-    digits = [re.findall(r"-(\d+)\.tar", shard.name)[-1] for shard in shards]
+    if other_name := next((shard.name for shard in shards if not shard.name.startswith(f"{split}-")), None):
+        notes.append(f"split {split}: no shards have this name: reading {other_name} and those named like it")
+    digits = [re.findall(r"(\d+)\.tar", shard.name)[-1] for shard in shards]
     numbers = sorted(set(map(int, digits)))
     # Gaps are kept as ranges: if the numbers are dates, a gap may span millions of them.
     neighbours = itertools.pairwise(numbers)
@@ -387,27 +455,3 @@ def shard_notes(split: str, labels: np.ndarray, skipped: list[str], shards: list
             f"skipped ({some_names(skipped)})"
         )
     return notes
-
-
-def name_classes(
-    labels: np.ndarray,
-    class_names: list[str] | None,
-    display_names: Sequence[str],
-    max_classes: int,
-) -> list[str]:
-    """Return the class names; if they are None, return the numbers of the classes as text, at most `max_classes`.
-
-    Raises InputError naming an image whose label is not a class.
-    """
-    if class_names is None:
-        num_classes = min(max(labels, default=-1) + 1, max_classes)
-        class_names = [str(label) for label in range(num_classes)]
-    # Labels are the numbers of classes; -1 means no label.
-    wrong = np.flatnonzero((labels < -1) | (labels >= len(class_names)))
-    if wrong.size:
-        first = wrong[0]
-        raise InputError(
-            f"{display_names[first]}: label {labels[first]} is not one of the {len(class_names)} classes (-1: no label; "
-            "data.max_classes limits their number if no dataset.json names them)"
-        )
-    return class_names

@@ -22,19 +22,18 @@ from trainer.data.index_build import (
     TOO_LARGE,
     TOO_LARGE_BYTES,
     WHOLE_FOLDER,
-    file_name,
     list_class_folders,
     list_folder,
     open_without_waiting,
 )
 from trainer.data.index_file import compute_fingerprint, read_index
 from trainer.data.printable import printable
+from trainer.data.shard_labels import StoredLabel, number_labels
 from trainer.data.tar_shards import (
     PICTURE_SUFFIXES,
-    SHARD_NAME,
     describe_shards,
+    list_shard_splits,
     list_shards,
-    name_classes,
     read_class_names,
     read_shard,
     shard_notes,
@@ -101,8 +100,7 @@ def check_data(
         raise InputError(f"{path}: no such folder")
     report = CheckReport(on_bad)
     # Shards take precedence over folders, as in training.
-    found = (SHARD_NAME.fullmatch(entry.name) for entry in path.iterdir())
-    shard_splits = sorted({name[1] for name in found if name})
+    shard_splits = list_shard_splits(path)
     if shard_splits:
         chosen: Sequence[str] = _select(path, splits, shard_splits)
     else:
@@ -161,13 +159,7 @@ def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckRepor
     Problems of the tars and of the index go to the report.
     """
     # Read the tars even if there is an index, to find what does not agree with it.
-    shards, in_tars = _list_in_tars(root, split, report)
-    try:
-        labels = np.array([image.label for image in in_tars], np.int32)
-        names = [image.name for image in in_tars]
-        name_classes(labels, read_class_names(root), names, max_classes)
-    except InputError as error:
-        report.add_bad(split, str(error))
+    shards, in_tars = _list_in_tars(root, split, max_classes, report)
     # A prepared set has an index next to its shards.
     path = root / f"{split}.index"
     problem = _check_index(path, shards) if path.exists() else ""
@@ -185,10 +177,16 @@ def _list_in_shards(root: Path, split: str, max_classes: int, report: CheckRepor
     yield from indexed
 
 
-def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Path], list[StoredImage]]:
+def _list_in_tars(
+    root: Path,
+    split: str,
+    max_classes: int,
+    report: CheckReport,
+) -> tuple[list[Path], list[StoredImage]]:
     """Return the uncompressed shards, and the images in those that can be read."""
     shards = []
     images = []
+    stored_labels: list[StoredLabel] = []
     skipped = []
     for packed in list_shards(root, split):
         shard = packed
@@ -209,12 +207,20 @@ def _list_in_tars(root: Path, split: str, report: CheckReport) -> tuple[list[Pat
             image = StoredImage(
                 name=name,
                 path=str(shard),
-                label=sample.label,
+                label=-1,
                 offset=sample.offset,
                 nbytes=sample.nbytes,
             )
             images.append(image)
-    labels = np.array([image.label for image in images], np.int32)
+            stored_labels.append(sample.label)
+    # The labels have numbers only when all of them are known.
+    labels = np.full(len(images), -1, np.int32)
+    try:
+        names = [image.name for image in images]
+        labels, _ = number_labels(stored_labels, read_class_names(root), names, max_classes)
+    except InputError as error:
+        report.add_bad(split, str(error))
+    images = [image._replace(label=int(label)) for image, label in zip(images, labels, strict=True)]
     report.notes += shard_notes(split, labels, skipped, shards)
     return shards, images
 
@@ -263,8 +269,7 @@ def _list_in_folder(root: Path, split: str, report: CheckReport) -> Iterator[Sto
     except OSError as error:
         return report.add_bad(str(error.filename), f"cannot be read: {error.strerror}")
     report.notes += listing.notes
-    for label, name in zip(listing.labels, listing.names, strict=True):
-        below_split = file_name(listing.class_names, label, name)
+    for label, below_split in zip(listing.labels, listing.paths(), strict=True):
         # normpath removes the leading "./" of the split ".".
         below_root = os.path.normpath(os.path.join(split, below_split))
         yield StoredImage(below_root, os.path.join(root, below_root), label)
