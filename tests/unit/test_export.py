@@ -20,7 +20,7 @@ from trainer.config.changes import plain_settings
 from trainer.config.schema import Config, ModelConfig, ViewsConfig
 from trainer.errors import InputError
 from trainer.export import Preprocess, features, load_encoder, plot_map
-from trainer.export.formats import crop_share
+from trainer.export.folder import crop_share
 from trainer.models.networks import EncoderNetwork
 from trainer.run.checkpoint import save_checkpoint
 
@@ -167,6 +167,7 @@ def test_onnx_without_its_packages_names_the_command(
     assert list(tmp_path.glob("*out*")) == []  # nothing half done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", ["small", "small_pool", "half"])
 def test_a_stem_that_timm_lacks_is_refused_but_loads_here(tmp_path: Path, stem: str, capsys: Any, monkeypatch: Any):
     monkeypatch.setattr("trainer.export.formats.find_spec", lambda name: None)  # without the slow ONNX export

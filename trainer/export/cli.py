@@ -26,7 +26,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_export(own: argparse.Namespace) -> int:
     """Export the encoder and return the exit code."""
-    from trainer.export.formats import export
+    from trainer.export.folder import export
     from trainer.export.sources import load_encoder, load_run
     from trainer.run.folder import start_logging
 
@@ -63,7 +63,8 @@ def run_features(own: argparse.Namespace) -> int:
     """Compute and write the features, and return the exit code."""
     import torch
 
-    from trainer.export.features import check_output, features, write_features
+    from trainer.export.feature_files import check_output, write_features
+    from trainer.export.features import features
     from trainer.export.sources import load_encoder
     from trainer.run.folder import start_logging
 

@@ -5,7 +5,6 @@ Shapes: n images, F features, S the size of the encoder's input in pixels.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -27,11 +26,9 @@ from trainer.data.loader import ViewLoader, eval_requests
 from trainer.data.printable import printable
 from trainer.errors import InputError
 from trainer.export.encoder import Encoder, Preprocess
-from trainer.files import atomic_write
 from trainer.progress import with_progress
 
 Images = str | Path | Sequence[str | Path | Image.Image]
-FORMATS = (".npz", ".parquet")
 _log = logging.getLogger(__name__)
 _Batch = tuple[Tensor, NDArray[np.int64], NDArray[np.bool_]]  # pixels, ids, whether the pixels are those of the id
 
@@ -174,47 +171,3 @@ def _full_precision() -> Iterator[None]:
 
 def _device(encoder: Encoder) -> torch.device:
     return encoder.normalize.factor.device
-
-
-def check_output(path: Path, overwrite: bool) -> None:
-    """Raise InputError if the features cannot be written to `path`, before any of them is computed."""
-    if path.suffix not in FORMATS:
-        raise InputError(f"cannot write features to {path}: give a file name that ends in {' or '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: the folder {path.parent} does not exist")
-    if path.exists() and not overwrite:
-        raise InputError(f"{path} exists: give another file, or --overwrite")
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError as error:
-            raise InputError(
-                "a .parquet file needs pyarrow: run `pip install pyarrow`, or write a .npz file"
-            ) from error
-
-
-def write_features(result: ImageFeatures, path: Path) -> None:
-    """Write features, names, labels (if there are any) and class names to an .npz or .parquet file, atomically."""
-    has_labels = bool((result.labels >= 0).any())
-    if path.suffix == ".npz":
-        columns = {"features": result.features, "names": np.array(result.names)}
-        if has_labels:
-            columns |= {"labels": result.labels, "class_names": np.array(result.class_names)}
-        with atomic_write(path) as file:
-            np.savez(file, **columns)  # type: ignore[arg-type] # its stub takes every name for allow_pickle
-        return
-    import pyarrow
-    from pyarrow import parquet
-
-    flat = pyarrow.array(result.features.reshape(-1))
-    arrays = {
-        "name": pyarrow.array(result.names),
-        "features": pyarrow.FixedSizeListArray.from_arrays(flat, result.features.shape[1]),
-    }
-    metadata = {}
-    if has_labels:
-        arrays["label"] = pyarrow.array(result.labels)
-        metadata["class_names"] = json.dumps(result.class_names)
-    table = pyarrow.table(arrays).replace_schema_metadata(metadata)
-    with atomic_write(path) as file:
-        parquet.write_table(table, file)
