@@ -193,10 +193,11 @@ def test_a_stem_that_timm_lacks_is_refused_but_loads_here(tmp_path: Path, stem: 
         assert_same(plain.eval()(normalised(photos(32))), wanted)
 
 
-def test_an_export_overwrites_nothing_and_notices_other_weights(run: tuple[Path, Tensor], tmp_path: Path):
+def test_an_export_overwrites_nothing_and_notices_other_weights(run: tuple[Path, Tensor], tmp_path: Path, capsys: Any):
     dest = tmp_path / "out"
     main(["export", str(run[0]), str(dest), "--format", "timm"])
     assert main(["export", str(run[0]), str(dest), "--format", "timm"]) == 2
+    assert "give the name of a new folder" in capsys.readouterr().err
     data = bytearray((dest / "model.safetensors").read_bytes())
     data[-2] ^= 1
     (dest / "model.safetensors").write_bytes(data)
@@ -269,12 +270,13 @@ def test_sources_that_do_not_exist_are_refused(tmp_path: Path):
 
 
 def test_a_folder_that_timm_saved_is_a_source(tmp_path: Path):
-    network = timm.create_model("test_resnet", num_classes=0).eval()
+    facts = {"mean": MEAN, "std": STD}
+    network = timm.create_model("test_resnet", num_classes=0, pretrained_cfg_overlay=facts).eval()
     timm.models.save_for_hf(network, tmp_path / "theirs", safe_serialization=True)
     with torch.no_grad():
         for source in (tmp_path / "theirs", f"timm:{tmp_path / 'theirs'}"):
             encoder = load_encoder(source)
-            assert encoder.preprocess.mean == network.pretrained_cfg["mean"]
+            assert (encoder.preprocess.mean, encoder.preprocess.std) == (MEAN, STD)
             pixels = photos(32)
             assert_same(encoder(pixels), network(encoder.normalize(pixels)))
 
@@ -307,7 +309,11 @@ def test_features_of_a_folder_leave_out_unreadable_images(
     assert np.abs(by_pillow.features - found["features"]).max() < 0.02 * np.abs(found["features"]).max()
     assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err
+    # An image that is damaged after it was indexed: the loader replaces it, which must not count as its features.
+    (folder / "b" / "2_0.JPEG").write_bytes(b"no image")
     assert main([*command, "--overwrite"]) == 0
+    assert "b/2_0.JPEG" not in np.load(out)["names"]
+    assert np.array_equal(np.load(out)["features"], np.delete(found["features"], 3, axis=0))
 
 
 def test_features_of_a_split_have_labels(run: tuple[Path, Tensor], tiny_set: Path, tmp_path: Path):
@@ -351,7 +357,7 @@ def test_a_map_spreads_groups_that_differ(tmp_path: Path):
     left, right = (dots.get_offsets()[:, 0] for dots in figure.axes[0].collections)
     assert left.max() < right.min() or right.max() < left.min()
     assert Image.open(tmp_path / "map.png").width > 500
-    names = [f"image {i} $" for i in range(40)]  # a lone $ would start a formula
+    names = [f"$image_{i}^$" for i in range(40)]  # not a formula, which would be an invalid one
     assert len(plot_map(x, names, tmp_path / "names.png").axes[0].texts) == 40
     with pytest.raises(InputError, match="labels"):
         plot_map(x, ["a"])
