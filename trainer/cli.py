@@ -266,6 +266,24 @@ def evaluate(words: Words) -> int:
     return _evaluation(evaluate, words, None)
 
 
+def export(words: Words) -> int:
+    """Write the encoder of a run for timm, torchvision or ONNX runtimes."""
+    from trainer.export.cli import add_export_arguments, run_export
+
+    parser = _parser(export)
+    add_export_arguments(parser)
+    return run_export(parser.parse_args(words))
+
+
+def features(words: Words) -> int:
+    """Write the features of a folder of images, by an encoder of this or another program."""
+    from trainer.export.cli import add_features_arguments, run_features
+
+    parser = _parser(features)
+    add_features_arguments(parser)
+    return run_features(parser.parse_args(words))
+
+
 def status(words: Words) -> int:
     """Show the status of runs: state, step, speed, loss, SLURM job, last evaluation."""
     parser = _parser(status)
@@ -329,6 +347,8 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "probe": probe,
     "knn": knn,
     "evaluate": evaluate,
+    "export": export,
+    "features": features,
     "status": status,
     "prepare": prepare,
     "check-data": check_data,

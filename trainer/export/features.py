@@ -1,0 +1,173 @@
+"""Features of images: of a folder or a prepared set by DALI, as the evaluation reads them, or of single images by Pillow.
+
+Shapes: n images, F features, S the size of the encoder's input in pixels.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from trainer.config.schema import DataConfig
+from trainer.data.dali_graph import eval_arrays, eval_recipe
+from trainer.data.image_probe import decode_rgb
+from trainer.data.index import open_index
+from trainer.data.loader import ViewLoader, eval_requests
+from trainer.data.printable import printable
+from trainer.errors import InputError
+from trainer.export.encoder import Encoder, Preprocess
+from trainer.progress import with_progress
+
+Images = str | Path | Sequence[str | Path | Image.Image]
+_log = logging.getLogger(__name__)
+_Batch = tuple[Tensor, NDArray[np.int64], NDArray[np.bool_]]  # pixels, ids, whether the pixels are those of the id
+
+
+class ImageFeatures(NamedTuple):
+    """Features of the images that could be read, in the order of the folder's index or of the list."""
+
+    features: NDArray[np.float32]  # (n, F)
+    names: list[str]  # with control characters escaped; the number of an image in the list that has no file name
+    labels: NDArray[np.int64]  # (n,) position in class_names; -1: no label
+    class_names: list[str]
+    skipped: list[str]  # images that could not be read
+
+
+def features(encoder: Encoder, images: Images, *, split: str = ".", batch_size: int = 256) -> ImageFeatures:
+    """Compute the features of images in float32, on the encoder's device.
+
+    images: a folder (with images at any depth, or a prepared set with `split`), or a list of files and Pillow images. A
+        folder is read by DALI, with the same pixels as in an evaluation. A list is read by Pillow, whose pixels differ by 0.2
+        of 255 levels on average, see docs/export.md.
+
+    Unreadable images are skipped with a warning. Raises InputError if no image is left, or if a feature is not finite."""
+    if batch_size < 1:
+        raise InputError(f"the batch size is {batch_size}: give at least 1")
+    if isinstance(images, (str, Path)):
+        result = _of_folder(encoder, Path(images), split, batch_size)
+    else:
+        result = _of_list(encoder, images, batch_size)
+    if result.skipped:
+        listed = ", ".join(result.skipped[:10]) + (", ..." if len(result.skipped) > 10 else "")
+        _log.warning("skipped %d images, which could not be read: %s", len(result.skipped), listed)
+    if not result.names:
+        raise InputError("none of the images can be read")
+    wrong = np.flatnonzero(~np.isfinite(result.features).all(1))
+    if len(wrong):
+        raise InputError(
+            f"the features of {len(wrong)} images hold NaN or infinity (first: {result.names[wrong[0]]}): the encoder is "
+            "damaged or does not fit its preprocessing"
+        )
+    return result
+
+
+def _of_folder(encoder: Encoder, root: Path, split: str, batch_size: int) -> ImageFeatures:
+    index = open_index(root, split, progress=True)
+    # The index leaves out files that are not images at all, and lists them beside itself.
+    unusable = index.path.with_suffix(".skipped.txt")
+    if unusable.exists():
+        _log.warning("%s lists %d files that are not usable images", unusable, len(unusable.read_bytes().splitlines()))
+    ids = np.arange(len(index))
+    recipe = eval_recipe(encoder.preprocess.views)
+    loader = ViewLoader(
+        index,
+        recipe,
+        DataConfig(max_skipped_share=1.0),
+        eval_requests(recipe, ids, batch_size),
+        batch_size=batch_size,
+        device=_device(encoder),
+        first_step=0,
+        end_step=math.ceil(len(ids) / batch_size),
+    )
+
+    def batches() -> Iterator[_Batch]:
+        for batch in loader:
+            first = batch.step * batch_size
+            asked = ids[first : first + batch_size]
+            # The loader shows another image instead of an unusable one.
+            yield batch.views, asked, asked == batch.image_ids
+
+    x, used = _encode(encoder, batches(), len(ids))
+    names = [index.name(i) for i in used]
+    skipped = [index.name(i) for i in sorted(set(ids.tolist()) - set(used))]
+    return ImageFeatures(x, names, np.asarray(index.labels, np.int64)[used], index.class_names, skipped)
+
+
+def _of_list(encoder: Encoder, images: Sequence[str | Path | Image.Image], batch_size: int) -> ImageFeatures:
+    names = []
+    for number, image in enumerate(images):
+        names.append(str(number) if isinstance(image, Image.Image) else printable(str(image)))
+
+    def batches() -> Iterator[_Batch]:
+        size = encoder.preprocess.size
+        for first in range(0, len(images), batch_size):
+            asked = np.arange(first, min(first + batch_size, len(images)))
+            pixels = torch.zeros(len(asked), size, size, 3, dtype=torch.uint8)
+            is_right = np.ones(len(asked), np.bool_)
+            for row, number in enumerate(asked):
+                try:
+                    pixels[row] = torch.from_numpy(centre_crop(_open(images[int(number)]), encoder.preprocess))
+                except (InputError, OSError) as error:
+                    is_right[row] = False
+                    _log.warning("%s: %s", names[number], printable(str(error)))
+            yield pixels.permute(0, 3, 1, 2).to(_device(encoder)), asked, is_right
+
+    x, used = _encode(encoder, batches(), len(images))
+    skipped = [names[i] for i in sorted(set(range(len(images))) - set(used))]
+    return ImageFeatures(x, [names[i] for i in used], np.full(len(used), -1), [], skipped)
+
+
+def _open(image: str | Path | Image.Image) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    return decode_rgb(Path(image).read_bytes())
+
+
+def centre_crop(image: Image.Image, preprocess: Preprocess) -> NDArray[np.uint8]:
+    """Return the centre crop of an RGB image, (S, S, 3), resized by Pillow in the same window as the evaluation's."""
+    start, end = eval_arrays(preprocess.views, np.array([image.height]), np.array([image.width]))
+    top, left = start[0].tolist()
+    bottom, right = end[0].tolist()
+    # The window may end beyond the image by a rounding error.
+    box = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))
+    method = Image.Resampling[preprocess.interpolation.upper()]
+    return np.array(image.resize((preprocess.size, preprocess.size), method, box))
+
+
+def _encode(encoder: Encoder, batches: Iterator[_Batch], count: int) -> tuple[NDArray[np.float32], list[int]]:
+    """Return the features (n, F) and the ids of the images that could be read."""
+    parts = [np.zeros((0, encoder.num_features), np.float32)]
+    used: list[int] = []
+    encoder.eval()
+    for pixels, asked, is_right in with_progress(batches, count, "encode images", True, lambda batch: len(batch[1])):
+        with torch.inference_mode(), _full_precision():
+            x = encoder(pixels).float().cpu().numpy()
+        parts.append(x[is_right])
+        used += asked[is_right].tolist()
+    return np.concatenate(parts), used
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Compute convolutions on a GPU without TF32, torch's default, which keeps 10 of the 23 bits."""
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
+
+
+def _device(encoder: Encoder) -> torch.device:
+    return encoder.normalize.factor.device

@@ -1,0 +1,114 @@
+"""Write an encoder in formats that timm, torchvision and ONNX runtimes load. Each is loaded back and compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from trainer.config.schema import ModelConfig
+from trainer.errors import InputError
+from trainer.export.encoder import Encoder
+from trainer.files import atomic_write
+
+ONNX = "encoder.onnx"
+_TOLERANCE = 1e-4  # of the largest feature; other libraries may add up in another order
+_OPSET = 18
+_log = logging.getLogger(__name__)
+
+
+class NotPossibleError(InputError):
+    """This encoder cannot be written in this format."""
+
+
+def plain_state(encoder: Encoder) -> dict[str, Tensor]:
+    """Return the weights with the backbone's names, in the memory format that other programs expect."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.encoder.state_dict().items()}
+
+
+def _write_timm(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
+    """Check that timm loads the folder as it is."""
+    if model.stem != "imagenet":
+        raise NotPossibleError(
+            f"timm has no ResNet with model.stem {model.stem}: use --format onnx, or --format all, whose folder "
+            "trainer.export.load_encoder loads; docs/export.md shows how to build it from timm in four lines"
+        )
+    network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    _compare(encoder, lambda pixels: network(encoder.normalize(pixels)), "timm")
+
+
+def _write_torchvision(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
+    """Write a state dict with torchvision's names, if torchvision has this network."""
+    # timm and torchvision give these networks the same names, in every module.
+    network: Any = None
+    if (
+        model.backbone in torchvision.models.list_models()
+        and timm.models.model_entrypoint(model.backbone).__module__ == "timm.models.resnet"
+    ):
+        network = torchvision.models.get_model(model.backbone, weights=None)
+    if network is None or model.stem != "imagenet":
+        raise NotPossibleError(
+            f"torchvision has no {model.backbone} with model.stem {model.stem}, only ResNets with the stem imagenet: use "
+            "--format onnx, or --format all, whose folder trainer.export.load_encoder loads"
+        )
+    state = plain_state(encoder)
+    network.fc = nn.Identity()
+    network.load_state_dict(state)
+    network.eval()
+    _compare(encoder, lambda pixels: network(encoder.normalize(pixels)), "torchvision")
+    with atomic_write(folder / f"torchvision_{model.backbone}.pth") as file:
+        torch.save(state, file)
+
+
+def _write_onnx(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
+    """Write encoder.onnx: uint8 pixels -> features, with the normalisation inside and any number of images."""
+    missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
+    if missing:
+        raise NotPossibleError(f"the ONNX export needs {' and '.join(missing)}: run `pip install {' '.join(missing)}`")
+    pixels = _random_pixels(encoder)
+    program = torch.onnx.export(
+        encoder,
+        (pixels,),
+        input_names=["pixels"],
+        output_names=["features"],
+        dynamic_shapes=({0: torch.export.Dim("images")},),
+        opset_version=_OPSET,
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None  # it is None only for the old exporter
+    program.save(folder / ONNX, external_data=False)
+    if find_spec("onnxruntime") is None:
+        _log.warning("%s was not compared, because onnxruntime is not installed", ONNX)
+        return
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
+    _compare(encoder, lambda pixels: torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0]), "onnxruntime")
+
+
+def _random_pixels(encoder: Encoder) -> Tensor:
+    size = encoder.preprocess.size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8, generator=generator)
+
+
+def _compare(encoder: Encoder, other: Callable[[Tensor], Tensor], library: str) -> None:
+    """Raise RuntimeError if another library computes other features."""
+    pixels = _random_pixels(encoder)
+    with torch.inference_mode():
+        ours, theirs = encoder(pixels), other(pixels)
+    assert ours.shape == theirs.shape
+    difference = (ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-30)
+    if not difference < _TOLERANCE:
+        raise RuntimeError(f"{library} computes other features from the export (relative difference {difference:.2g})")
+
+
+FORMATS = {"timm": _write_timm, "torchvision": _write_torchvision, "onnx": _write_onnx}
