@@ -16,15 +16,16 @@ from torch import nn
 from tests.conftest import TINY
 from tests.faults import save_unchecked
 from tests.processes import start_ranks
+from trainer.cli import main
 from trainer.config.loading import load_config
 from trainer.config.schema import Config, DataConfig
 from trainer.data.index import Index, open_images, open_index
 from trainer.distributed import process_group as distributed
 from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import InputError
-from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.encoders import RunEvaluator
 from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
-from trainer.evaluate.run import run_evaluation
+from trainer.evaluate.run import run_evaluation, run_foreign_evaluation
 from trainer.loop import pretrain
 from trainer.models.networks import EncoderNetwork, build_encoder_network, build_encoder_projector
 from trainer.run.checkpoint import load_checkpoint
@@ -257,7 +258,7 @@ def test_batch_norm_per_view_equals_joint_batch_norm_in_evaluation(run_dir, plac
     found = []
     for form in ("joint", "per_view"):
         settings = ["--model.encoder_batch_norm", form, "--model.projector_batch_norm", form]
-        evaluator = Evaluator(run_dir, settings, Ranks())
+        evaluator = RunEvaluator(run_dir, settings, Ranks())
         encode, _ = evaluator.encoder(which)
         found.append(extract(encode, open_split("val", place), place).x)
     assert torch.equal(*found)
@@ -324,3 +325,61 @@ def test_features_are_float32_unless_evaluate_precision_is_set(place, model, tin
         other = replace(place, config=config_of(tmp_path, tiny_set, setting, "bf16"))
         extract(encode, open_split("val", other), other)
         assert seen.pop() == (dtype, "ieee")
+
+
+# --- encoders that belong to no run ---
+
+
+@pytest.mark.slow
+def test_an_exported_encoder_has_the_figures_of_its_checkpoint(run_dir, tiny_set, tmp_path, capsys):
+    """Size and scaling of the images come with the encoder, so that its data set is enough."""
+    assert main(["export", str(run_dir), str(tmp_path / "exported"), "--format", "timm"]) != 0  # a stem that timm lacks
+    assert main(["export", str(run_dir), str(tmp_path / "exported"), "--format", "all"]) == 0
+    protocols = ("linear", "knn", "finetune")
+    settings = ["--finetune.shares", "[1.0]", "--finetune.epochs", "[1]", "--device", "cpu"]
+    own = run_evaluation(run_dir, "last", settings, protocols)
+    data = ["--data.root", str(tiny_set), "--linear.epochs", "5", "--linear.batch_size", "16"]
+    data += ["--evaluate.images_per_batch", "16"]
+    for source in (tmp_path / "exported", run_dir / "checkpoints" / "step_00000002.pt"):
+        out = tmp_path / f"{source.name}.json"
+        found = run_foreign_evaluation(str(source), [], [*data, *settings], protocols, out)
+        assert json.loads(out.read_text()) == found
+        for protocol in protocols:
+            figures = {figure: own[protocol][figure] for figure in own[protocol]["figures"]}
+            assert {figure: found[protocol][figure] for figure in figures} == pytest.approx(figures), protocol
+        assert found["knn"]["checkpoint_sha256"]
+    capsys.readouterr()
+
+
+def test_settings_that_contradict_an_encoder_are_refused(run_dir, tiny_set):
+    checkpoint = str(run_dir / "checkpoints" / "step_00000002.pt")
+    data = ["--data.root", str(tiny_set)]
+    with pytest.raises(InputError, match=r"views\.size is 24, but .* needs 32: remove views\.size"):
+        run_foreign_evaluation(checkpoint, [], [*data, "--views.size", "24"], ("knn",))
+    with pytest.raises(InputError, match="there is no encoder 'nothing'"):
+        run_foreign_evaluation("nothing", [], data, ("knn",))
+
+
+def test_an_evaluation_on_other_classes_or_sizes_is_refused_unless_allowed(run_dir, tiny_set, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(tiny_set / split / "cats", tmp_path / "set" / split / "ants")
+        shutil.copytree(tiny_set / split / "dogs", tmp_path / "set" / split / "bees")
+    other = ["--data.root", str(tmp_path / "set")]
+    with pytest.raises(InputError, match=r"trained on other classes \(cats, dogs\) than those .* \(ants, bees\)"):
+        run_evaluation(run_dir, "last", other, ("knn",))
+    with pytest.raises(InputError, match=r"views\.eval_resize is 40, but .* was trained with 32"):
+        run_evaluation(run_dir, "last", ["--views.eval_resize", "40"], ("knn",))
+    allowed = [*other, "--views.eval_resize", "40", "--evaluate.allow_differences", "true"]
+    assert run_evaluation(run_dir, "last", allowed, ("knn",))["knn"]["test_images"] == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run_dir", "x", "--config", "y"], "--config only applies to --encoder"),
+        (["--encoder", "x", "--checkpoint", "3"], "--checkpoint only applies to --run_dir"),
+    ],
+)
+def test_options_that_belong_to_another_source_are_refused(arguments, message, capsys):
+    assert main(["evaluate", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -371,7 +371,7 @@ def test_a_run_that_was_never_started_is_waited_for(tmp_path: Path, monkeypatch:
     [
         (["--follow", "x", "--checkpoint", "last"], "--checkpoint only applies to --run_dir: remove it"),
         (["--follow", "x", "--poll_seconds", "0"], "--poll_seconds is 0: give a number above 0"),
-        (["--run_dir", "x", "--poll_seconds", "5"], "--poll_seconds only applies to --follow: give --follow DIR"),
+        (["--run_dir", "x", "--poll_seconds", "5"], "--poll_seconds only applies to --follow: give --follow DIR, or"),
     ],
 )
 def test_contradicting_options_are_refused(

@@ -300,10 +300,10 @@ def test_a_collapsed_encoder_is_named(tiny_set: Path, tmp_path: Path) -> None:
 
 
 def test_raw_pixels_cannot_be_fine_tuned(tiny_set: Path, tmp_path: Path) -> None:
-    from trainer.evaluate.evaluator import Evaluator
+    from trainer.evaluate.encoders import RunEvaluator
 
     (tmp_path / "config.yaml").write_text(TINY)
-    evaluator = Evaluator(tmp_path, ["--data.root", str(tiny_set)], Ranks())
+    evaluator = RunEvaluator(tmp_path, ["--data.root", str(tiny_set)], Ranks())
     with pytest.raises(InputError, match="finetune trains the encoder, but raw pixels have none"):
         evaluator.protocols(["linear", "finetune"], "pixels")
     assert "finetune" not in evaluator.protocols(["all"], "pixels")

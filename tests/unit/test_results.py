@@ -14,7 +14,7 @@ from trainer.cluster.runs import newest_evaluation
 from trainer.config.loading import load_config
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
-from trainer.evaluate import evaluator, protocol, results
+from trainer.evaluate import encoders, evaluator, protocol, results
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
 from trainer.run.checkpoint import load_checkpoint, save_checkpoint
@@ -126,7 +126,7 @@ def test_figures_are_printed_if_the_folder_cannot_be_written(run_dir: Path, caps
     assert err.index(f"cannot write to {run_dir / 'eval'}: File exists") < err.index("encoder of step")
     assert "--out FILE" in err
     with pytest.raises(InputError, match="cannot write to"):
-        evaluator.Evaluator(run_dir, [], Ranks()).results.check(must_keep=True)
+        encoders.RunEvaluator(run_dir, [], Ranks()).results.check(must_keep=True)
 
 
 def test_figures_are_printed_if_the_disk_is_full_at_the_end(
@@ -167,7 +167,7 @@ def test_a_missing_test_split_is_refused_before_images_are_encoded(
     def encodes(*_: object) -> None:
         raise AssertionError("images were encoded")
 
-    monkeypatch.setattr(evaluator, "untrained_encoder", encodes)
+    monkeypatch.setattr(encoders, "untrained_encoder", encodes)
     monkeypatch.setattr(protocol, "extract", encodes)
     with pytest.raises(InputError, match="no split 'nothing'"):
         knn(run_dir, which, "--data.test_split", "nothing")

@@ -1,4 +1,4 @@
-"""Command-line options of `wmse probe`, `wmse knn` and `wmse evaluate`, which differ only in what they measure."""
+"""Command-line options of `wmse probe`, `wmse knn` and `wmse evaluate`, which differ only in their protocols."""
 
 from __future__ import annotations
 
@@ -24,6 +24,19 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the pre-training run; measure each checkpoint as it appears, until the run is over",
     )
+    run.add_argument(
+        "--encoder",
+        metavar="SOURCE",
+        help="measure any encoder: an exported folder, a checkpoint, timm:NAME, torchvision:NAME=FILE, ... (docs/export.md); "
+        "give its data set by --config FILE or --data.root DIR",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="with --encoder: YAML file with settings, or name of a recipe in configs/",
+    )
     parser.add_argument(
         "--checkpoint",
         metavar="WHICH",
@@ -39,20 +52,27 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="with --run_dir: write the results to this new JSON file instead of files in DIR/eval",
+        help="with --run_dir or --encoder: write the results to this new JSON file instead of files in DIR/eval",
     )
 
 
 def evaluate_run(options: argparse.Namespace, settings: Sequence[str], names: Sequence[str] | None) -> int:
-    """Measure one checkpoint, or follow a run. Returns the exit code.
+    """Measure one encoder, or follow a run. Returns the exit code.
 
     names: protocols; None: those of `evaluate.protocols`."""
+    if options.config and options.encoder is None:
+        raise InputError("--config only applies to --encoder: remove it, since a run has its own settings")
     if options.follow is not None:
         return _follow(options, settings, names)
     if options.poll_seconds is not None:
-        raise InputError("--poll_seconds only applies to --follow: give --follow DIR instead of --run_dir DIR")
-    from trainer.evaluate.run import run_evaluation
+        raise InputError("--poll_seconds only applies to --follow: give --follow DIR, or remove it")
+    from trainer.evaluate.run import run_evaluation, run_foreign_evaluation
 
+    if options.encoder is not None:
+        if options.checkpoint is not None:
+            raise InputError("--checkpoint only applies to --run_dir: give the checkpoint itself as --encoder FILE")
+        run_foreign_evaluation(options.encoder, options.config or [], settings, names, options.out)
+        return DONE
     run_evaluation(options.run_dir, options.checkpoint or "last", settings, names, options.out)
     return DONE
 

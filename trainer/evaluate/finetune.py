@@ -32,9 +32,7 @@ def _measure(subject: Subject) -> dict[str, Any]:
             rates=[(config.learning_rate, config.weight_decay)],
             momentum=config.momentum,
         )
-        assert isinstance(subject.encode, nn.Module)
-        # The measurements after this one need the encoder as it was.
-        encoder = copy.deepcopy(subject.encode).train()
+        encoder = _trainable_copy(subject.encode)
         classifier = Classifiers(subject.test.x.shape[1], len(split.class_names), 1).to(place.device)
         batches = augmented_batches(split, training, config.crop_area, place)
         train_classifiers(classifier, training, batches, place, encoder=encoder, title=f"fine-tune, {name}")
@@ -48,6 +46,12 @@ def _measure(subject: Subject) -> dict[str, Any]:
         f"{config.learning_rate:g} x images/256, weight decay {config.weight_decay:g}, random crops of "
         f"{config.crop_area[0]:g} to {config.crop_area[1]:g} of the area, flips, zero initial classifier, last epoch",
     }
+
+
+def _trainable_copy(encode: Any) -> nn.Module:
+    """Copy the encoder, because other measurements need it as it was, with all parameters trainable."""
+    network = nn.Sequential(copy.deepcopy(encode.normalize), copy.deepcopy(encode.encoder))
+    return network.requires_grad_(True).train()
 
 
 FINETUNE = Protocol(

@@ -13,7 +13,7 @@ from trainer.cluster.jobs import find_job
 from trainer.cluster.runs import FINAL, number, read_json, read_run
 from trainer.distributed.ranks import find_ranks
 from trainer.errors import InputError
-from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.encoders import RunEvaluator
 from trainer.evaluate.report import print_table
 from trainer.evaluate.results import Source
 from trainer.run.checkpoint import load_checkpoint
@@ -59,7 +59,7 @@ def follow_run(run_dir: Path, settings: Sequence[str], names: Sequence[str] | No
     _log.info("%s: every checkpoint is measured%s", why_over, follower.failures())
 
 
-def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, watch: RunWatch) -> Evaluator | None:
+def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, watch: RunWatch) -> RunEvaluator | None:
     """Return the evaluator once the run has written its settings; None if the run ends without them."""
     config_path = run_dir / "config.yaml"
     is_logged = False
@@ -72,7 +72,7 @@ def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, w
             _log.info("waiting for %s", config_path)
             is_logged = True
         time.sleep(poll_seconds)
-    evaluator = Evaluator(run_dir, settings, find_ranks())
+    evaluator = RunEvaluator(run_dir, settings, find_ranks())
     _log.info("following %s, checking every %g s", run_dir, poll_seconds)
     return evaluator
 
@@ -80,7 +80,7 @@ def _wait_for_run(run_dir: Path, settings: Sequence[str], poll_seconds: float, w
 class _Follower:
     """Measures the checkpoints of a run that have no result yet."""
 
-    def __init__(self, run_dir: Path, evaluator: Evaluator, protocols: Sequence[str]) -> None:
+    def __init__(self, run_dir: Path, evaluator: RunEvaluator, protocols: Sequence[str]) -> None:
         self._checkpoints = run_dir / "checkpoints"
         self._evaluator = evaluator
         self._protocols = protocols

@@ -17,7 +17,7 @@ class Subject:
     """Encoder that is measured, and the splits that it is measured on. Features are computed when they are first used."""
 
     encode: Encode
-    """A function from pixels to features. A trainable encoder is a torch module."""
+    """A function from pixels to features; unless it is `raw_pixels`, a network with the parts `normalize` and `encoder`."""
     place: Place
     train_split: Split
     test_split: Split

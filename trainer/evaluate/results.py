@@ -47,7 +47,7 @@ class Source(NamedTuple):
     """Source of the features that are measured."""
 
     name: str
-    """The step of a checkpoint, "random" or "pixels"."""
+    """The step of a checkpoint, "random", "pixels", or the name of an encoder that belongs to no run."""
     path: Path | None = None
     """The checkpoint; None for "random" and "pixels"."""
     sha256: str | None = None
@@ -59,7 +59,7 @@ class Results:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: Path | None,
         config_of_run: Config,
         config: Config,
         shaping: Mapping[str, tuple[str, ...]],
@@ -67,13 +67,14 @@ class Results:
     ) -> None:
         """config: the settings of the measurement. shaping: `Protocol.settings` by the name of the protocol.
 
-        out: file for all results; None: files in RUN_DIR/eval."""
+        run_dir: None for an encoder that belongs to no run. out: file for all results; None: files in RUN_DIR/eval, or without
+        a run no files."""
         self._shaping = shaping
         self._run_dir = run_dir
         self._config_of_run = config_of_run
         self._config = config
         self._out = out
-        self._can_keep = True
+        self._can_keep = run_dir is not None or out is not None
 
     def check(self, *, must_keep: bool = False) -> None:
         """Check before the work whether results can be written, and warn if not: they will only be printed then.
@@ -81,7 +82,9 @@ class Results:
         Raises InputError if `out` exists or cannot be written, and with must_keep also if eval/ cannot be written."""
         if self._out is not None and self._out.exists():
             raise InputError(f"--out {self._out} exists already: give a new name, since results are not overwritten")
-        folder = self._run_dir / "eval" if self._out is None else self._out.absolute().parent
+        if not self._can_keep:
+            return
+        folder = self._folder if self._out is None else self._out.absolute().parent
         try:
             if self._out is None:
                 folder.mkdir(exist_ok=True)
@@ -101,9 +104,14 @@ class Results:
                 error.strerror,
             )
 
+    @property
+    def _folder(self) -> Path:
+        assert self._run_dir is not None
+        return self._run_dir / "eval"
+
     def owns(self, source: Source) -> bool:
         """Return whether the source belongs to this run: its checkpoint lies in the run folder under the name of its step."""
-        if source.path is None:
+        if source.path is None or self._run_dir is None:
             return True
         path_in_run = checkpoint_path(self._run_dir / "checkpoints", int(source.name))
         return source.path.resolve() == path_in_run.resolve()
@@ -144,7 +152,7 @@ class Results:
         if not self.owns(source):
             differences.append(source.sha256)
         suffix = f"_{_digest(differences)}" if differences else ""
-        return self._run_dir / "eval" / f"{protocol}_{source.name}{suffix}.json"
+        return self._folder / f"{protocol}_{source.name}{suffix}.json"
 
     def _conditions(self, config: Config, protocol: str, name: str) -> dict[str, Any]:
         """Return the splits and settings of a measurement of the encoder `name`."""
@@ -161,7 +169,8 @@ class Results:
     def write(self, source: Source, results: dict[str, dict[str, Any]]) -> None:
         """Write {protocol: result}, unless `check` found that this is impossible. Raises OSError if writing fails."""
         if not self._can_keep:
-            _log.warning("the figures were only printed, because %s cannot be written", self._run_dir / "eval")
+            if self._run_dir is not None:
+                _log.warning("the figures were only printed, because %s cannot be written", self._folder)
             return
         if self._out is not None:
             write_text(self._out, json.dumps(results, indent=1) + "\n")
@@ -181,7 +190,7 @@ class Results:
     def _draw(self, protocol: str, source: Source, result: dict[str, Any]) -> None:
         """Add the result to the run's TensorBoard curves, if it is of the run's checkpoints and settings."""
         is_of_run = source.path and self.path(protocol, source).name == f"{protocol}_{source.name}.json"
-        if not (self._config.log.tensorboard and is_of_run):
+        if not (self._config.log.tensorboard and is_of_run and self._run_dir):
             return
         # TensorBoard's tags name the protocol, because several protocols have a top-1.
         figures = {f"{protocol}_{figure}": result[figure] for figure in result["figures"]}

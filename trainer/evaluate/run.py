@@ -1,17 +1,20 @@
-"""Measure one encoder of a run: read a checkpoint and write DIR/eval/*.json. Needs nothing of the training loop."""
+"""Measure one encoder and write the results. Needs nothing of the training loop."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.distributed.process_group import process_group
 from trainer.distributed.ranks import find_ranks
 from trainer.errors import InputError
+from trainer.evaluate.encoders import RunEvaluator, check_classes, open_foreign
 from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.features import Encode
 from trainer.evaluate.report import print_table
+from trainer.evaluate.results import Source
 from trainer.run.folder import start_logging
 
 
@@ -27,12 +30,45 @@ def run_evaluation(
     """
     ranks = find_ranks()
     start_logging(None, ranks.rank)
-    evaluator = Evaluator(run_dir, settings, ranks, out)
+    evaluator = RunEvaluator(run_dir, settings, ranks, out)
+    return _measure(evaluator, lambda: evaluator.encoder(which), names, which, out or run_dir / "eval")
+
+
+def run_foreign_evaluation(
+    encoder: str,
+    configs: Sequence[Path],
+    settings: Sequence[str],
+    names: Sequence[str] | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate an encoder of any source of `trainer.export.load_encoder`, as `run_evaluation` does.
+
+    configs, settings: files and command-line words with the data set. out: file for the results; None: they are printed."""
+    ranks = find_ranks()
+    start_logging(None, ranks.rank)
+    evaluator, loaded, source = open_foreign(encoder, configs, settings, ranks, out)
+
+    def checked() -> tuple[Encode, Source]:
+        check_classes(evaluator, loaded.class_names, encoder)
+        return loaded, source
+
+    return _measure(evaluator, checked, names, source.name, out)
+
+
+def _measure(
+    evaluator: Evaluator,
+    load: Callable[[], tuple[Encode, Source]],
+    names: Sequence[str] | None,
+    which: str,
+    place: Path | None,
+) -> dict[str, Any]:
+    """Load the encoder, run the protocols, and print and write the results. place: where they are written."""
+    ranks = evaluator.place.ranks
     # Rank 0 checks that results can be written before any rank starts to work.
     with process_group(evaluator.config, ranks, evaluator.place.device, first=evaluator.results.check):
         protocols = evaluator.protocols(names or evaluator.config.evaluate.protocols, which)
         evaluator.check(protocols)
-        encode, source = evaluator.encoder(which)
+        encode, source = load()
         found = dict(evaluator.measure(encode, source, protocols))
     results = {name: found[name] for name in protocols if name in found}
     if results:
@@ -42,7 +78,6 @@ def run_evaluation(
         try:
             evaluator.results.write(source, results)
         except OSError as error:
-            place = out or run_dir / "eval"
             raise InputError(
                 f"cannot write the figures above to {place}: {error.strerror}. Free some space, or choose another file "
                 "with --out FILE"
