@@ -37,6 +37,7 @@ from trainer.distributed.process_group import (
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.models.compile import compile_networks
+from trainer.models.networks import EncoderNetwork
 from trainer.models.online_probe import OnlineProbe
 from trainer.run.checkpoint import load_encoder
 from trainer.run.faults import FaultCounter
@@ -187,6 +188,8 @@ def _online_probe(
             "online_probe.enabled is true, but the training images have no classes: set it to false, or sort the images into "
             "a folder for each class"
         )
+    if not isinstance(networks, EncoderNetwork):
+        raise InputError(f"online_probe.enabled is true, but {config.method} does not keep features: set it to false")
     networks.keeps_features = True
     return OnlineProbe(
         networks.num_features,

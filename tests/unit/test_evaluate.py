@@ -168,7 +168,8 @@ def rank_features(folder: Path, root: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
     place = Place(config_of(folder / str(ranks.rank), root), ranks, CPU)
     got = extract(raw_pixels, open_split("val", place), place)
-    torch.save((got.x, got.labels, got.skipped), f"{folder}/{ranks.rank}.pt")
+    own = extract(raw_pixels, open_split("val", place), place, to_all=False)
+    torch.save((got.x, got.labels, got.skipped, own.x, own.ids), f"{folder}/{ranks.rank}.pt")
     dist.destroy_process_group()
 
 
@@ -185,7 +186,10 @@ def test_two_ranks_have_the_same_features_as_one(tiny_set, tmp_path):
     for process in start_ranks(rank_features, [tmp_path, root], tmp_path, ranks=2):
         assert process.wait() == 0, process.output()
     for rank in range(2):
-        x, labels, skipped = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        x, labels, skipped, own, ids = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        expected_ids = one.ids if rank == 0 else one.ids[one.ids >= 8]  # rank 1 encodes the second half
+        assert torch.equal(ids, expected_ids)
+        assert torch.equal(own, one.x[torch.isin(one.ids, ids)])
         assert torch.equal(x, one.x)
         assert torch.equal(labels, one.labels)
         assert skipped == one.skipped == 1

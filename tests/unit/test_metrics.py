@@ -27,6 +27,7 @@ from trainer.metrics import (
     describe_line,
     effective_rank,
 )
+from trainer.models.online_probe import OnlineProbe
 from trainer.run.tensorboard import Board, draw_evaluation
 from trainer.step import RankFlags, StepResult
 
@@ -250,8 +251,9 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
 
 
 def test_every_field_of_metrics_jsonl_is_documented(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics(), OnlyMetrics.metrics)
-    writer.write(line(1))
+    metrics = {**OnlyMetrics.metrics, **OnlineProbe.metrics}
+    writer = MetricsWriter(tmp_path, 0, 10, 4, OnlyMetrics(), metrics)
+    writer.write({**line(1), "probe_top1": 60.0})
     writer.close()
     table = (ROOT / "docs" / "metrics.md").read_text().partition("| field |")[2].partition("##")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(lines_in(tmp_path)[0])

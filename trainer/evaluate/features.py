@@ -94,9 +94,11 @@ def open_split(name: str, place: Place) -> Split:
     return split
 
 
-def extract(encode: Encode, split: Split, place: Place) -> Features:
-    """Compute the features of all labelled images of `split`. All ranks share the work and get all features.
+def extract(encode: Encode, split: Split, place: Place, *, to_all: bool = True) -> Features:
+    """Compute the features of all labelled images of `split`. All ranks share the work.
 
+    to_all: whether all ranks get all features. If not, rank 0 gets them, and the others only those that they computed: the
+    features of ImageNet take 10 GB of memory on each rank.
     Every rank calls this. Raises InputError if a feature is not finite."""
     labelled = split.labelled
     own = np.array_split(labelled, place.ranks.world_size)[place.ranks.rank]
@@ -113,26 +115,31 @@ def extract(encode: Encode, split: Split, place: Place) -> Features:
         parts.append(features[torch.from_numpy(is_right)])
         used.append(asked[is_right])
 
-    # Join the features of all ranks, and check them.
-    x, ids = _gather(torch.cat(parts), np.concatenate(used), place)
+    # Join the ids of all ranks, each with whether its features are finite, so that all ranks raise the same error.
+    x, own_ids = torch.cat(parts), np.concatenate(used)
+    checked = torch.stack([torch.from_numpy(own_ids), x.isfinite().all(1).long()], dim=1)
+    ids, is_finite = _join(checked, place, to_all=True).T.numpy()
+    _check_finite(is_finite, ids, split)
     skipped = len(labelled) - len(ids)
     if skipped:
         _log.warning(
             "skipped %d of %d images of split %s, because they could not be read", skipped, len(labelled), split.name
         )
-    _check_finite(x, ids, split)
-    labels = torch.from_numpy(split.labels[ids])
-    return Features(x, labels, split.class_names, skipped, torch.from_numpy(ids))
+    if to_all or place.ranks.is_first:
+        own_ids = ids
+    x = _join(x, place, to_all=to_all)
+    return Features(
+        x, torch.from_numpy(split.labels[own_ids]), split.class_names, skipped, torch.from_numpy(own_ids.copy())
+    )
 
 
 def _batch_size(batch: tuple[Tensor, np.ndarray, np.ndarray]) -> int:
     return len(batch[1])
 
 
-def _check_finite(x: Tensor, ids: np.ndarray, split: Split) -> None:
+def _check_finite(is_finite: np.ndarray, ids: np.ndarray, split: Split) -> None:
     """Raise InputError that names an image with features that are not finite."""
-    is_finite = x.isfinite().all(1).numpy()
-    wrong = np.flatnonzero(~is_finite)
+    wrong = np.flatnonzero(is_finite == 0)
     if len(wrong):
         first_id = int(ids[wrong[0]])
         first = split.index.name(first_id)
@@ -212,25 +219,29 @@ def _batches(index: Index, ids: np.ndarray, place: Place) -> Iterator[tuple[Tens
         yield batch.views, ids[first : first + size], batch.image_ids
 
 
-def _gather(x: Tensor, ids: np.ndarray, place: Place) -> tuple[Tensor, np.ndarray]:
-    """Return the features (n, F) and ids (n,) of all ranks, in the order of the ids. Ranks may hold different counts."""
-    if place.ranks.world_size == 1:
-        return x, ids
+def _join(rows: Tensor, place: Place, *, to_all: bool) -> Tensor:
+    """Return the rows (n, ...) of all ranks, one rank after the other, on the CPU. Ranks may hold different counts.
+
+    to_all: False: only rank 0 gets all rows, and the others get their own again. Every rank calls this."""
+    ranks = place.ranks
+    if ranks.world_size == 1:
+        return rows
     # Each rank fills in its count; the sum over ranks joins them.
-    counts = torch.zeros(place.ranks.world_size, dtype=torch.int64, device=place.device)
-    counts[place.ranks.rank] = len(ids)
+    counts = torch.zeros(ranks.world_size, dtype=torch.int64, device=place.device)
+    counts[ranks.rank] = len(rows)
     dist.all_reduce(counts)
 
-    # Pad to the largest count, because all_gather needs equal shapes. float64 holds ids and float32 exactly.
+    # Pad to the largest count, because the collectives need equal shapes.
     largest_count = int(counts.max())
-    padded = torch.zeros(largest_count, 1 + x.shape[1], dtype=torch.float64, device=place.device)
-    padded[: len(ids), 0] = torch.from_numpy(ids)
-    padded[: len(ids), 1:] = x.to(place.device)
-    of_ranks = [torch.zeros_like(padded) for _ in range(place.ranks.world_size)]
-    dist.all_gather(of_ranks, padded)
-
-    # Remove the padding.
-    rows = [part[:count] for part, count in zip(of_ranks, counts.tolist(), strict=True)]
-    joined = torch.cat(rows).cpu()
-    all_ids = joined[:, 0].to(torch.int64).numpy()
-    return joined[:, 1:].float(), all_ids
+    padded = torch.zeros(largest_count, *rows.shape[1:], dtype=rows.dtype, device=place.device)
+    padded[: len(rows)] = rows.to(place.device)
+    if to_all:
+        of_ranks = [torch.empty_like(padded) for _ in range(ranks.world_size)]
+        dist.all_gather(of_ranks, padded)
+    else:
+        of_ranks = [torch.empty_like(padded) for _ in range(ranks.world_size)] if ranks.is_first else []
+        dist.gather(padded, of_ranks or None, dst=0)
+        if not ranks.is_first:
+            return rows
+    parts = [part[:count].cpu() for part, count in zip(of_ranks, counts.tolist(), strict=True)]
+    return torch.cat(parts)

@@ -31,14 +31,14 @@ class Subject:
 
     @property
     def train(self) -> Features:
-        """Features of the training split. All ranks share the work, so every rank uses this, or none does."""
+        """All features of the training split on rank 0. All ranks share the work, so every rank uses this, or none does."""
         if self.encoded_train is None:
-            self.encoded_train = extract(self.encode, self.train_split, self.place)
+            self.encoded_train = extract(self.encode, self.train_split, self.place, to_all=False)
         return self.encoded_train
 
     @cached_property
     def test(self) -> Features:
-        """Features of the test split, computed in the same way."""
+        """All features of the test split, on all ranks."""
         return extract(self.encode, self.test_split, self.place)
 
 
