@@ -161,7 +161,7 @@ def test_the_classifier_is_chosen_on_images_that_none_was_trained_on(
     assert learnt[:36] == sorted(set(range(48)) - set(held_back))
     assert result["trained_on"] == 36
     assert "12 training images that no classifier was trained on" in result["choice"]
-    assert [row["chosen"] for row in result["classifiers"]] == [False, True]
+    assert result["chosen"] == 1
     assert result["classifiers"][1]["top1"] == result["top1"] == 100
 
 
@@ -250,6 +250,7 @@ def test_a_share_takes_as_many_images_of_each_class_and_grows_with_it(tiny_set: 
     large = stratified_share(split, 0.5, seed=3)
     assert np.bincount(labels[small]).tolist() == [10, 4, 1]
     assert np.bincount(labels[large]).tolist() == [50, 20, 2]
+    assert np.bincount(labels[stratified_share(split, 0.1, seed=3, at_least=0)]).tolist() == [10, 4]
     assert set(small) < set(large)
     assert set(small) != set(stratified_share(split, 0.1, seed=4))
 

@@ -7,18 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.evaluate.classifiers import (
     Classifiers,
+    Training,
     augmented_batches,
     plan_training,
     stored_batches,
     train_classifiers,
 )
-from trainer.evaluate.features import extract
+from trainer.evaluate.features import Features, Place, Split, extract
 from trainer.evaluate.protocol import Protocol, Subject
-from trainer.evaluate.scores import Accuracy, accuracy, score, top_guesses
+from trainer.evaluate.scores import accuracy, score, top_guesses
 from trainer.evaluate.subsets import stratified_share
+
+_PART = 4096  # test images whose logits are computed at once
 
 
 def _measure(subject: Subject) -> dict[str, Any]:
@@ -27,14 +31,51 @@ def _measure(subject: Subject) -> dict[str, Any]:
     config = place.config.linear_sgd
     rates = list(product(config.learning_rates, config.weight_decays))
     # With one classifier there is nothing to choose, so it learns from all images.
-    split = subject.train_split
+    learnt = subject.train_split
     held_back = np.empty(0, np.int64)
     if len(rates) > 1:
-        held_back = stratified_share(split, config.held_back_share, place.config.seed)
-        split = split.only(np.setdiff1d(split.labelled, held_back))
+        held_back = stratified_share(learnt, config.held_back_share, place.config.seed, at_least=0)
+        learnt = learnt.only(np.setdiff1d(learnt.labelled, held_back))
+    classifiers, training, count = _train(subject, learnt, rates)
 
-    train = None if config.augment else extract(subject.encode, split, place)
-    count = len(split.labelled) if train is None else len(train.x)
+    guesses = _guesses(classifiers, subject.test, place)
+    rows: list[dict[str, Any]] = []
+    for (rate, decay), of_classifier in zip(rates, guesses, strict=True):
+        found = accuracy(of_classifier, subject.test.labels)
+        row = {"learning_rate": rate, "weight_decay": decay}
+        rows.append({**row, "top1": round(found.top1, 4), "top5": round(found.top5, 4)})
+    chosen, choice = 0, "there is one classifier"
+    if len(held_back):
+        held = extract(subject.encode, subject.train_split.only(held_back), place)
+        for row, of_classifier in zip(rows, _guesses(classifiers, held, place), strict=True):
+            row["held_back_top1"] = round(accuracy(of_classifier, held.labels).top1, 4)
+        # max returns the first of equal ones.
+        chosen = max(range(len(rows)), key=lambda number: rows[number]["held_back_top1"])
+        choice = (
+            f"the highest top-1 on {len(held.x)} training images that no classifier was trained on "
+            f"({100 * config.held_back_share:g}% of each class); the first of equal ones"
+        )
+    views = f"random crops of {config.crop_area[0]:g} to {config.crop_area[1]:g} of the area, flips"
+    return {
+        "label": "linear, SGD",
+        "figures": ["top1", "top5"],
+        **score(guesses[chosen], subject.test),
+        "classifiers": rows,
+        "chosen": chosen,
+        "choice": choice,
+        "trained_on": count,
+        "protocol": f"SGD, Nesterov momentum {config.momentum:g}, {config.epochs} epochs of {training.steps_per_epoch} steps "
+        f"of {training.images_per_step} images, cosine from learning_rate x {training.images_per_step}/256, "
+        f"{views if config.augment else 'no augmentation'}, zero initial weights, last epoch",
+    }
+
+
+def _train(subject: Subject, split: Split, rates: list[tuple[float, float]]) -> tuple[Classifiers, Training, int]:
+    """Train a classifier for each (learning rate, weight decay). Also returns the training and its number of images."""
+    place = subject.place
+    config = place.config.linear_sgd
+    stored = None if config.augment else extract(subject.encode, split, place)
+    count = len(split.labelled) if stored is None else len(stored.x)
     training = plan_training(
         count,
         place,
@@ -43,63 +84,31 @@ def _measure(subject: Subject) -> dict[str, Any]:
         rates=rates,
         momentum=config.momentum,
     )
-    if train is None:
+    if stored is None:
         batches = augmented_batches(split, training, config.crop_area, place)
     else:
-        batches = stored_batches(train, training, place)
+        batches = stored_batches(stored, training, place)
     classifiers = Classifiers(subject.test.x.shape[1], len(split.class_names), len(rates)).to(place.device)
     train_classifiers(
         classifiers,
         training,
         batches,
         place,
-        encode=subject.encode if train is None else None,
+        encode=subject.encode if stored is None else None,
         state_path=subject.state_path,
         identity=f"{subject.identity} {training}",
         title="linear, SGD",
     )
-    guesses = _guesses(classifiers, subject.test.x, place.device)
-    found = [accuracy(g, subject.test.labels) for g in guesses]
-    result: dict[str, Any] = {"label": "linear, SGD", "figures": ["top1", "top5"]}
-    chosen = 0
-    held: list[Accuracy] = []
-    if len(rates) > 1:
-        held_features = extract(subject.encode, subject.train_split.only(held_back), place)
-        held_guesses = _guesses(classifiers, held_features.x, place.device)
-        held = [accuracy(g, held_features.labels) for g in held_guesses]
-        # `index` returns the first of equal ones.
-        top1 = [a.top1 for a in held]
-        chosen = top1.index(max(top1))
-        result["choice"] = (
-            f"the highest top-1 on {len(held_features.x)} training images that no classifier was trained on "
-            f"({100 * config.held_back_share:g}% of each class); the first of equal ones"
-        )
-    views = f"random crops of {config.crop_area[0]:g} to {config.crop_area[1]:g} of the area, flips"
-    return {
-        **result,
-        **score(guesses[chosen], subject.test),
-        "classifiers": [
-            {
-                "learning_rate": rate,
-                "weight_decay": decay,
-                "top1": round(found[number].top1, 4),
-                "top5": round(found[number].top5, 4),
-                **({"held_back_top1": round(held[number].top1, 4), "chosen": number == chosen} if held else {}),
-            }
-            for number, (rate, decay) in enumerate(rates)
-        ],
-        "trained_on": count,
-        "protocol": f"SGD, Nesterov momentum {config.momentum:g}, {config.epochs} epochs of {training.steps_per_epoch} steps "
-        f"of {training.images_per_step} images, cosine from learning_rate x {training.images_per_step}/256, "
-        f"{views if config.augment else 'no augmentation'}, zero initial weights, last epoch",
-    }
+    return classifiers, training, count
 
 
-def _guesses(classifiers: Classifiers, x: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+def _guesses(classifiers: Classifiers, features: Features, place: Place) -> list[Tensor]:
     """Return the five best guesses (n, 5) of each classifier."""
     with torch.inference_mode():
         # In parts, because many classifiers have many logits.
-        parts = [[top_guesses(logits) for logits in classifiers(part.to(device))] for part in x.split(4096)]
+        parts = [
+            [top_guesses(logits) for logits in classifiers(part.to(place.device))] for part in features.x.split(_PART)
+        ]
     return [torch.cat(of_classifier) for of_classifier in zip(*parts, strict=True)]
 
 

@@ -8,8 +8,8 @@ from trainer.data.plan import epoch_order
 from trainer.evaluate.features import Split
 
 
-def stratified_share(split: Split, share: float, seed: int) -> np.ndarray:
-    """Return the ids (m,), in increasing order, of `share` of the labelled images of each class, at least one of each.
+def stratified_share(split: Split, share: float, seed: int, *, at_least: int = 1) -> np.ndarray:
+    """Return the ids (m,), in increasing order, of `share` of the labelled images of each class, `at_least` so many of each.
 
     With the same seed, a smaller share is a part of a larger one. The ids do not depend on the number of ranks."""
     order = epoch_order(seed, 0, len(split.labels))
@@ -17,6 +17,6 @@ def stratified_share(split: Split, share: float, seed: int) -> np.ndarray:
     chosen = []
     for label in np.unique(labels[labels >= 0]):
         of_class = order[labels == label]
-        count = max(1, round(share * len(of_class)))
+        count = max(at_least, round(share * len(of_class)))
         chosen.append(of_class[:count])
     return np.sort(np.concatenate(chosen))
