@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ def test_results_of_images_that_have_changed_are_kept_under_another_name(
     found = kept(run_dir)
     assert found.pop("knn_1.json") == now
     assert list(found.values()) == [before]
+
+
+def test_a_result_is_written_before_the_next_protocol_starts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    stopped = replace(evaluator.PROTOCOLS["knn"], measure=interrupted)
+    monkeypatch.setitem(evaluator.PROTOCOLS, "knn", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(run_dir, "last", [], ("linear", "knn"))
+    assert set(kept(run_dir)) == {"linear_1.json"}
 
 
 # --- results that cannot be written ---

@@ -119,7 +119,7 @@ class _Follower:
         for protocol, result in self._evaluator.measure(encode, source, missing):
             results[protocol] = result
             try:
-                self._evaluator.results.write(source, {protocol: result})
+                self._evaluator.results.write(source, protocol, result)
             except OSError as error:
                 self._tries[path, _written(path)] += 1
                 _log.error(

@@ -166,26 +166,29 @@ class Results:
             "settings": {key: value for key, value in settings.items() if key.startswith(shaping)},
         }
 
-    def write(self, source: Source, results: dict[str, dict[str, Any]]) -> None:
-        """Write {protocol: result}, unless `check` found that this is impossible. Raises OSError if writing fails."""
+    def write(self, source: Source, protocol: str, result: dict[str, Any]) -> None:
+        """Write a result to the run folder, unless there is none or `check` found that this is impossible. Raises OSError."""
+        if self._out is not None:
+            return
         if not self._can_keep:
             if self._run_dir is not None:
-                _log.warning("the figures were only printed, because %s cannot be written", self._folder)
+                _log.warning("the figures are only printed, because %s cannot be written", self._folder)
             return
+        path = self.path(protocol, source)
+        path.parent.mkdir(exist_ok=True)
+        _rename_if_other(path, result)
+        # Draw before the file is written, because the file marks the measurement as complete.
+        self._draw(protocol, source, result)
+        write_text(path, json.dumps(result, indent=1) + "\n")
+        _remove_leftovers(path)
+        _log.info("wrote the result to %s", path)
+
+    def write_out(self, results: dict[str, dict[str, Any]]) -> None:
+        """Write {protocol: result} to the file `out`, if there is one. Raises OSError."""
         if self._out is not None:
             write_text(self._out, json.dumps(results, indent=1) + "\n")
             _remove_leftovers(self._out)
             _log.info("wrote the results to %s", self._out)
-            return
-        for protocol, result in results.items():
-            path = self.path(protocol, source)
-            path.parent.mkdir(exist_ok=True)
-            _rename_if_other(path, result)
-            # Draw before the file is written, because the file marks the measurement as complete.
-            self._draw(protocol, source, result)
-            write_text(path, json.dumps(result, indent=1) + "\n")
-            _remove_leftovers(path)
-            _log.info("wrote the result to %s", path)
 
     def _draw(self, protocol: str, source: Source, result: dict[str, Any]) -> None:
         """Add the result to the run's TensorBoard curves, if it is of the run's checkpoints and settings."""

@@ -69,17 +69,26 @@ def _measure(
         protocols = evaluator.protocols(names or evaluator.config.evaluate.protocols, which)
         evaluator.check(protocols)
         encode, source = load()
-        found = dict(evaluator.measure(encode, source, protocols))
+        found = {}
+        failure = None
+        for name, result in evaluator.measure(encode, source, protocols):
+            found[name] = result
+            # Write each result at once, because the next protocol may take hours. A full disk must not lose the figures.
+            try:
+                evaluator.results.write(source, name, result)
+            except OSError as error:
+                failure = error
     results = {name: found[name] for name in protocols if name in found}
     if results:
         print_table(source.name, results)
-        # Print before writing, so that a full disk does not lose the figures.
         print(json.dumps(results, indent=1), flush=True)
         try:
-            evaluator.results.write(source, results)
+            evaluator.results.write_out(results)
         except OSError as error:
-            raise InputError(
-                f"cannot write the figures above to {place}: {error.strerror}. Free some space, or choose another file "
-                "with --out FILE"
-            ) from error
+            failure = error
+    if failure:
+        raise InputError(
+            f"cannot write the figures above to {place}: {failure.strerror}. Free some space, or choose another file with "
+            "--out FILE"
+        ) from failure
     return results
