@@ -19,7 +19,7 @@ from trainer.config.evaluation import PROTOCOLS as NAMES
 from trainer.config.loading import load_config
 from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import InputError
-from trainer.evaluate import classifiers, linear_sgd
+from trainer.evaluate import classifiers, finetune, linear_sgd
 from trainer.evaluate.classifiers import Classifiers, plan_training, stored_batches, train_classifiers
 from trainer.evaluate.diagnostics import collapse_warnings, spectrum, uniformity
 from trainer.evaluate.evaluator import PROTOCOLS
@@ -208,6 +208,9 @@ def measure_on_ranks(folder: Path, root: Path) -> None:
     for name in ("linear_sgd", "finetune", "diagnostics"):
         found[name] = PROTOCOLS[name].measure(subject_of(place))
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+    encoder = torch.nn.Sequential(torch.nn.BatchNorm1d(8))
+    trained(place, [(0.1, 0.0)], encoder=encoder)
+    torch.save(encoder.state_dict(), folder / f"{ranks.rank}.pt")
     dist.destroy_process_group()
 
 
@@ -221,10 +224,50 @@ def test_two_ranks_measure_what_one_does(tiny_set: Path, tmp_path: Path) -> None
         assert process.wait() == 0, process.output()
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1]
+    # Both ranks fine-tune the same encoder, including the statistics of its BatchNorm.
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert first["0.weight"].sub(1).abs().max() > 1e-4
     for name in ("linear_sgd", "diagnostics"):
         one = PROTOCOLS[name].measure(subject_of(alone))
         for figure in one["figures"]:
             assert found[0][name][figure] == pytest.approx(one[figure], abs=1e-3), figure
+
+
+def test_an_epoch_of_crops_has_each_labelled_image_once(tiny_set: Path, tmp_path: Path) -> None:
+    place = place_of(tmp_path, tiny_set)
+    train, _ = open_splits(place)
+    kept = stratified_share(train, 0.5, seed=0)
+    # A label for each image, to see which images come.
+    split = replace(train, labels=np.arange(48)).only(kept)
+    training = plan_training(24, place, epochs=2, images_per_step=8, rates=[(0.1, 0.0)], momentum=0.9)
+    batches = classifiers.augmented_batches(split, training, (0.5, 1.0), place)
+    for first_step in (0, 3):
+        shown = torch.cat([labels for _, labels in batches(first_step, first_step + 3)])
+        assert sorted(shown.tolist()) == kept.tolist()
+
+
+def test_a_frozen_encoder_is_fine_tuned_as_well_and_measured_in_evaluation_mode(
+    tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subject_of(place_of(tmp_path, tiny_set))
+    assert isinstance(subject.encode, torch.nn.Module)
+    subject.encode.requires_grad_(False)
+    measured: list[Any] = []
+    original = finetune.extract
+
+    def extract(encoder: Any, *rest: Any) -> Features:
+        assert not encoder.training
+        measured.append(encoder)
+        return original(encoder, *rest)
+
+    monkeypatch.setattr(finetune, "extract", extract)
+    PROTOCOLS["finetune"].measure(subject)
+    assert len(measured) == 2
+    for encoder in measured:
+        pairs = zip(encoder.parameters(), subject.encode.parameters(), strict=True)
+        assert all(not torch.equal(after, before) for after, before in pairs if before.ndim > 1)
 
 
 def test_fine_tuning_learns_and_leaves_the_encoder_as_it_was(simple_set: Path, tmp_path: Path) -> None:
