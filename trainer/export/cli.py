@@ -63,8 +63,8 @@ def run_features(own: argparse.Namespace) -> int:
     """Compute and write the features, and return the exit code."""
     import torch
 
+    from trainer.export.compute import features
     from trainer.export.feature_files import check_output, write_features
-    from trainer.export.features import features
     from trainer.export.sources import load_encoder
     from trainer.run.folder import start_logging
 

@@ -14,7 +14,7 @@ from trainer.models.batch_norm import stop_counting_batches
 from trainer.models.encoder import Normalize
 
 if TYPE_CHECKING:
-    from trainer.export.features import ImageFeatures, Images
+    from trainer.export.compute import ImageFeatures, Images
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Encoder(nn.Module):
         return self.encoder(self.normalize(pixels))
 
     def features(self, images: Images, **options: Any) -> ImageFeatures:
-        """Compute the features of a folder or a list of images, see `trainer.export.features.features`."""
-        from trainer.export.features import features
+        """Compute the features of a folder or a list of images, see `trainer.export.compute.features`."""
+        from trainer.export.compute import features
 
         return features(self, images, **options)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.errors import InputError
-from trainer.export.features import ImageFeatures
+from trainer.export.compute import ImageFeatures
 from trainer.files import atomic_write
 
 _SUFFIXES = (".npz", ".parquet")

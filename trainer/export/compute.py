@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from trainer.data.image_probe import decode_rgb
 from trainer.data.index import open_index
 from trainer.data.loader import ViewLoader, eval_requests
 from trainer.data.printable import printable
+from trainer.distributed.device import without_tf32
 from trainer.errors import InputError
 from trainer.export.encoder import Encoder, Preprocess
 from trainer.progress import with_progress
@@ -150,23 +150,11 @@ def _encode(encoder: Encoder, batches: Iterator[_Batch], count: int) -> tuple[ND
     used: list[int] = []
     encoder.eval()
     for pixels, asked, is_right in with_progress(batches, count, "encode images", True, lambda batch: len(batch[1])):
-        with torch.inference_mode(), _full_precision():
+        with torch.inference_mode(), without_tf32():
             x = encoder(pixels).float().cpu().numpy()
         parts.append(x[is_right])
         used += asked[is_right].tolist()
     return np.concatenate(parts), used
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Compute convolutions on a GPU without TF32, torch's default, which keeps 10 of the 23 bits."""
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = convolutions.fp32_precision
-    convolutions.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        convolutions.fp32_precision = before
 
 
 def _device(encoder: Encoder) -> torch.device:
