@@ -36,13 +36,12 @@ def make_run(folder: Path, backbone: str = "test_resnet", stem: Any = "imagenet"
     network = EncoderNetwork(config)
     with torch.no_grad():
         network(photos(recipe.size, 8))
-    data = {"class_names": ["cats", "dogs"]}
     content = {
         "step": 7,
         "model": network.state_dict(),
         "optimizer": {},
         "config": plain_settings(config),
-        "data": data,
+        "class_names": ["cats", "dogs"],
     }
     folder.mkdir()
     save_checkpoint(folder / "checkpoints", content, keep_last=1)
