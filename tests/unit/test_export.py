@@ -11,7 +11,7 @@ import timm
 import torch
 import torchvision
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import write_images
@@ -251,7 +251,51 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path):
     assert "several encoders" in problem({"model": state, "model_ema": {f"module.{n}": t for n, t in state.items()}})
     assert "not finite" in problem({**state, "bn1.bias": state["bn1.bias"] + torch.nan})
     assert "holds no tensor of this architecture" in problem({"other": torch.zeros(2)})
+    quantised = {name: tensor.to(torch.int8) for name, tensor in state.items()}
+    assert "not of plain floating-point numbers" in problem(quantised)
     assert "plain values only" in problem({"model": state, "arguments": Path})
+    path.write_text("<html>")
+    with pytest.raises(InputError, match="not a file of torch") as error:
+        load_encoder(f"timm:test_resnet={path}")
+    assert "weights_only=True" not in str(error.value)
+
+
+def test_weights_are_read_by_content_not_by_the_name_of_the_file(tmp_path: Path):
+    state = timm.create_model("test_resnet", num_classes=0).state_dict()
+    path = tmp_path / "weights.pth"
+    save_file({name: tensor.contiguous().bfloat16() for name, tensor in state.items()}, path)
+    weights = load_encoder(f"timm:test_resnet={path}").plain_state()["bn1.weight"]
+    assert torch.equal(weights, state["bn1.weight"].bfloat16().float())
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InputError, match="cannot read the weights in"):
+        load_encoder(f"timm:test_resnet={path}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("views.size", "wide"), ("views.mean", 0.5), ("model.backbone", 7), ("model.stem", "wide"), ("views.size", -3)],
+)
+def test_a_checkpoint_with_odd_settings_is_refused(tmp_path: Path, key: str, value: Any):
+    network = make_run(tmp_path / "run")
+    settings = plain_settings(Config(model=ModelConfig(backbone="test_resnet"))) | {key: value}
+    content = {"step": 8, "model": network.state_dict(), "optimizer": {}, "config": settings}
+    save_checkpoint(tmp_path / "run" / "checkpoints", content, keep_last=1)
+    with pytest.raises(InputError, match="backbone" if value == 7 else key):
+        load_encoder(tmp_path / "run")
+    del content["config"]
+    save_checkpoint(tmp_path / "run" / "checkpoints", content, keep_last=1)
+    with pytest.raises(InputError, match="no settings"):
+        load_encoder(tmp_path / "run")
+
+
+def test_a_folder_does_not_hide_a_model_of_the_same_name(tmp_path: Path, monkeypatch: Any):
+    torch.save(timm.create_model("test_resnet", num_classes=0).state_dict(), tmp_path / "weights.pth")
+    (tmp_path / "test_resnet").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_encoder("timm:test_resnet=weights.pth").name == "timm:test_resnet=weights.pth"
+    for source in ("timm:=weights.pth", "torchvision:fcn_resnet50=weights.pth"):
+        with pytest.raises(InputError, match="has no"):
+            load_encoder(source)
 
 
 def test_sources_that_do_not_exist_are_refused(tmp_path: Path):

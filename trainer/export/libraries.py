@@ -20,10 +20,11 @@ _log = logging.getLogger(__name__)
 
 def load_timm(name: str, file: Path | None) -> Encoder:
     """Load a model of timm, by name or from a folder that timm saved. file: weights of another program for it."""
-    is_folder = Path(name).is_dir()
-    if not is_folder and not timm.is_model(name):
+    # A folder that happens to have the name of a model does not count.
+    is_model = timm.is_model(name)
+    if not is_model and not (name and Path(name).is_dir()):
         raise InputError(f"timm has no model {name!r}: choose a name of timm.list_models()")
-    full_name = f"local-dir:{name}" if is_folder else name
+    full_name = name if is_model else f"local-dir:{name}"
     try:
         backbone = timm.create_model(full_name, pretrained=file is None, num_classes=0)
     except Exception as error:  # anything from no network to a file that does not fit
@@ -45,8 +46,10 @@ def load_timm(name: str, file: Path | None) -> Encoder:
 
 def load_torchvision(name: str, file: Path | None) -> Encoder:
     """Load a model of torchvision by name. file: weights of another program for it."""
-    if name not in torchvision.models.list_models():
-        raise InputError(f"torchvision has no model {name!r}: choose a name of torchvision.models.list_models()")
+    if name not in torchvision.models.list_models(torchvision.models):
+        raise InputError(
+            f"torchvision has no classifier {name!r}: choose a name of torchvision.models.list_models(torchvision.models)"
+        )
     weights = torchvision.models.get_model_weights(name).DEFAULT
     try:
         backbone: Any = torchvision.models.get_model(name, weights=weights if file is None else None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from trainer.config.checks import check
-from trainer.config.schema import Config, ModelConfig, ViewsConfig
+from trainer.config.loading import load_config
+from trainer.config.schema import Config, ModelConfig
 from trainer.config.setting import all_settings, shapes_result
 from trainer.errors import InputError
 from trainer.export.encoder import Encoder, Preprocess
@@ -26,7 +26,8 @@ _SOURCES = (
     "a run folder, a checkpoint file, an exported folder, timm:NAME or torchvision:NAME (pretrained weights), "
     "timm:NAME=FILE or torchvision:NAME=FILE (weights of another program)"
 )
-_Section = TypeVar("_Section", ModelConfig, ViewsConfig)
+# Settings that build an encoder.
+_SETTINGS = ("model.backbone", "model.stem", *(f"views.{field.name}" for field in dataclasses.fields(Preprocess)))
 
 
 def load_encoder(
@@ -70,11 +71,13 @@ def _load_checkpoint(path: Path) -> Encoder:
     settings = content.get("config")
     if not isinstance(settings, dict):
         raise InputError(f"cannot use checkpoint {path}: it holds no settings")
-    model = _section(ModelConfig, "model.", settings)
-    views = _section(ViewsConfig, "views.", settings)
-    problems = check(Config(model=model, views=views), method=False)
-    if problems:
-        raise InputError(f"cannot use the settings in {path}: {'; '.join(problems)}")
+    # Read them as the command line's, so that types and ranges are checked. A missing one is newer and had its default.
+    words = [f"--{key}={settings[key]}" for key in _SETTINGS if key in settings]
+    try:
+        config = load_config(None, words, check_method=False)
+    except InputError as error:
+        raise InputError(f"cannot use checkpoint {path}: {error}") from error
+    model, views = config.model, config.views
     # Folders and other settings of the machine are nobody else's business.
     shaping = {key for key, declared, _ in all_settings(Config()) if shapes_result(declared)}
     facts = {
@@ -96,16 +99,6 @@ def _build(
     """Build an encoder as a run does, without its weights, and without the memory options of the training."""
     plain = ModelConfig(backbone=model.backbone, stem=model.stem)
     return Encoder(build_encoder(plain), preprocess, name, model=plain, class_names=class_names, facts=facts)
-
-
-def _section(section: type[_Section], prefix: str, settings: dict[str, Any]) -> _Section:
-    """Build a section of the config from settings by dotted name. A missing one is newer and had its default value."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
-        value = settings.get(prefix + field.name)
-        if value is not None:
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    return section(**values)
 
 
 def _load_folder(folder: Path) -> Encoder:

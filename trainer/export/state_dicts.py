@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,19 @@ _Candidate = tuple[str, State]  # keys that lead to it and the prefix of its nam
 def read_weights(path: Path) -> Any:
     """Read a safetensors file, or a file of torch.save that holds plain tensors and values only. Raises InputError."""
     if not path.is_file():
-        raise InputError(f"the file {path} with weights does not exist")
+        raise InputError(f"cannot read the weights in {path}: there is no such file")
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # A safetensors file, whatever its name, begins with the length of a JSON header.
+        with path.open("rb") as file:
+            is_safetensors = file.read(9)[8:] == b"{"
+        return load_file(path) if is_safetensors else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise nearly any type
+        reason = first_line(error)
+        # The advice of torch would run programs that the file holds.
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is not a file of torch.save, or holds other objects"
         raise InputError(
-            f"cannot read the weights in {path}: {first_line(error)}. A file may hold tensors and plain values only; if you "
+            f"cannot read the weights in {path}: {reason}. A file may hold tensors and plain values only; if you "
             "trust it, load it with torch.load(..., weights_only=False) and save its state dict alone"
         ) from error
 
