@@ -204,6 +204,19 @@ def test_an_export_overwrites_nothing_and_notices_other_weights(run: tuple[Path,
         load_encoder(dest)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("size", "wide"), ("size", -1), ("mean", [1]), ("std", [0, 0, 0]), ("interpolation", "nearest")]
+)
+def test_a_changed_config_of_an_export_is_refused(run: tuple[Path, Tensor], tmp_path: Path, key: str, value: Any):
+    dest = tmp_path / "out"
+    main(["export", str(run[0]), str(dest), "--format", "timm"])
+    config = json.loads((dest / "config.json").read_text())
+    config["wmse"]["preprocess"][key] = value
+    (dest / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=rf"config\.json.*\s.*views\.{key}"):
+        load_encoder(dest)
+
+
 def wrapped(state: dict[str, Tensor], kind: str) -> Any:
     """Return a state dict as the checkpoints of other programs hold it."""
     head = {"fc.weight": torch.zeros(10, 96), "fc.bias": torch.zeros(10)}
@@ -376,6 +389,9 @@ def test_features_of_a_split_have_labels(run: tuple[Path, Tensor], tiny_set: Pat
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "d.npz").mkdir()
+    assert main(["features", "missing", "missing", "--overwrite", "--out", str(tmp_path / "d.npz")]) == 2
+    assert "d.npz exists" in capsys.readouterr().err
     cases = {"f.txt": ".npz or .parquet", "missing/f.npz": "does not exist", "f.parquet": "pip install pyarrow"}
     for name, message in cases.items():
         assert main(["features", "missing", "missing", "--out", str(tmp_path / name)]) == 2
@@ -404,3 +420,5 @@ def test_a_map_spreads_groups_that_differ(tmp_path: Path):
     assert len(plot_map(x, names, tmp_path / "names.png").axes[0].texts) == 40
     with pytest.raises(InputError, match="labels"):
         plot_map(x, ["a"])
+    with pytest.raises(InputError, match="finite"):
+        plot_map(np.where(x > 1, np.nan, x))

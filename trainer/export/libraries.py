@@ -28,9 +28,9 @@ def load_timm(name: str, file: Path | None) -> Encoder:
     try:
         backbone = timm.create_model(full_name, pretrained=file is None, num_classes=0)
     except Exception as error:  # anything from no network to a file that does not fit
-        raise InputError(
-            f"timm cannot load the weights of {name}: {first_line(error)}. Without a network, give a file: timm:{name}=FILE"
-        ) from error
+        advice = f"Without a network, give a file: timm:{name}=FILE" if is_model else "Save the folder again"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"timm cannot load the weights of {name}: {reason}. {advice}") from error
     facts = timm.data.resolve_model_data_config(backbone)
     interpolation = facts["interpolation"]
     if facts["crop_mode"] != "center" or interpolation not in ("bicubic", "bilinear"):

@@ -25,8 +25,8 @@ def plot_map(
     from matplotlib.figure import Figure
 
     x = np.asarray(features, np.float64)
-    if x.ndim != 2 or min(x.shape) < 2:
-        raise InputError(f"features of shape {x.shape} have no map: give at least 2 images and 2 features")
+    if x.ndim != 2 or min(x.shape) < 2 or not np.isfinite(x).all():
+        raise InputError(f"features of shape {x.shape} have no map: give at least 2 images and 2 features, all finite")
     texts = np.array([str(label) for label in labels]) if labels is not None else np.full(len(x), "")
     if len(texts) != len(x):
         raise InputError(f"there are {len(texts)} labels for {len(x)} images: give one for each")

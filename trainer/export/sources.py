@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.config.loading import load_config
-from trainer.config.schema import Config, ModelConfig
+from trainer.config.schema import Config
 from trainer.config.setting import all_settings, shapes_result
 from trainer.errors import InputError
 from trainer.export.encoder import Encoder, Preprocess
@@ -71,13 +71,6 @@ def _load_checkpoint(path: Path) -> Encoder:
     settings = content.get("config")
     if not isinstance(settings, dict):
         raise InputError(f"cannot use checkpoint {path}: it holds no settings")
-    # Read them as the command line's, so that types and ranges are checked. A missing one is newer and had its default.
-    words = [f"--{key}={settings[key]}" for key in _SETTINGS if key in settings]
-    try:
-        config = load_config(None, words, check_method=False)
-    except InputError as error:
-        raise InputError(f"cannot use checkpoint {path}: {error}") from error
-    model, views = config.model, config.views
     # Folders and other settings of the machine are nobody else's business.
     shaping = {key for key, declared, _ in all_settings(Config()) if shapes_result(declared)}
     facts = {
@@ -86,19 +79,28 @@ def _load_checkpoint(path: Path) -> Encoder:
         "method": settings.get("method"),
         "settings": {key: settings[key] for key in sorted(shaping & settings.keys())},
     }
-    preprocess = Preprocess(views.size, views.eval_resize, views.interpolation, views.mean, views.std)
-    name = f"{model.backbone} of step {content['step']}"
-    encoder = _build(model, preprocess, name, content.get("class_names"), facts)
+    name = f"{settings.get('model.backbone')} of step {content['step']}"
+    encoder = _build(settings, path, name, content.get("class_names"), facts)
     put_encoder(encoder, content["model"], path)
     return encoder
 
 
 def _build(
-    model: ModelConfig, preprocess: Preprocess, name: str, class_names: list[str] | None, facts: dict[str, Any]
+    settings: dict[str, Any], path: Path, name: str, class_names: list[str] | None, facts: dict[str, Any]
 ) -> Encoder:
-    """Build an encoder as a run does, without its weights, and without the memory options of the training."""
-    plain = ModelConfig(backbone=model.backbone, stem=model.stem)
-    return Encoder(build_encoder(plain), preprocess, name, model=plain, class_names=class_names, facts=facts)
+    """Build an encoder as a run does, without its weights, and without the memory options of the training.
+
+    settings: by dotted name; a missing one has its default value. Raises InputError naming `path` for a wrong value."""
+    # Words of a command line are checked for types and ranges.
+    words = [f"--{key}={settings[key]}" for key in _SETTINGS if key in settings]
+    try:
+        config = load_config(None, words, check_method=False)
+        backbone = build_encoder(config.model)
+    except InputError as error:
+        raise InputError(f"cannot build the encoder of {path}: {error}") from error
+    views = config.views
+    preprocess = Preprocess(views.size, views.eval_resize, views.interpolation, views.mean, views.std)
+    return Encoder(backbone, preprocess, name, model=config.model, class_names=class_names, facts=facts)
 
 
 def _load_folder(folder: Path) -> Encoder:
@@ -108,9 +110,9 @@ def _load_folder(folder: Path) -> Encoder:
         own = json.loads(path.read_bytes()).get(KEY)
         if own is None:
             return load_timm(str(folder), None)
-        model = ModelConfig(backbone=own["backbone"], stem=own["stem"])
-        facts = own["preprocess"] | {key: tuple(own["preprocess"][key]) for key in ("mean", "std")}
-        encoder = _build(model, Preprocess(**facts), own["name"], own["class_names"], own["provenance"])
+        settings = {"model.backbone": own["backbone"], "model.stem": own["stem"]}
+        settings |= {f"views.{key}": value for key, value in own["preprocess"].items()}
+        encoder = _build(settings, path, own["name"], own["class_names"], own["provenance"])
         digest = own["sha256"]
     except InputError:  # which is a ValueError
         raise
