@@ -1,5 +1,6 @@
 """Encoders elsewhere: exported files give the same features in other libraries, and weights of other programs load."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -215,6 +216,20 @@ def test_a_changed_config_of_an_export_is_refused(run: tuple[Path, Tensor], tmp_
     (dest / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=rf"config\.json.*\s.*views\.{key}"):
         load_encoder(dest)
+
+
+def test_a_full_disk_names_the_destination_and_leaves_nothing(
+    run: tuple[Path, Tensor], tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.export.folder.write_text", fail)
+    assert main(["export", str(run[0]), str(tmp_path / "out"), "--format", "timm"]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot write {tmp_path / 'out'}: No space left" in error
+    assert "MiB are free" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def wrapped(state: dict[str, Tensor], kind: str) -> Any:

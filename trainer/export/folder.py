@@ -63,8 +63,10 @@ def export(encoder: Encoder, dest: Path, format_name: str) -> list[str]:
                 _log.warning("not written for %s: %s", name, error)
         temporary.chmod(0o755)
         temporary.rename(dest)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            error.filename = str(dest)  # not a file in the folder that is gone
         raise
     return sorted(path.name for path in dest.iterdir())
 
