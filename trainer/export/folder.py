@@ -53,8 +53,7 @@ def export(encoder: Encoder, dest: Path, format_name: str) -> list[str]:
     temporary = Path(tempfile.mkdtemp(dir=dest.parent, prefix=f".{dest.name}."))
     try:
         _write_weights(encoder, model, temporary)
-        names = list(FORMATS) if format_name == "all" else [format_name]
-        for name in names:
+        for name in FORMATS if format_name == "all" else [format_name]:
             try:
                 FORMATS[name](encoder, model, temporary)
             except NotPossibleError as error:

@@ -86,6 +86,7 @@ def _write_onnx(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
 
 
 def _random_pixels(encoder: Encoder) -> Tensor:
+    """Return three images for a comparison, (3, 3, S, S) uint8."""
     size = encoder.preprocess.size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8, generator=generator)

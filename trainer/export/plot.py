@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from trainer.errors import InputError
@@ -22,8 +23,6 @@ def plot_map(
 
     labels: one for each row. Equal labels get one colour and an entry in the legend; if all are different, as names are,
         each is written beside its point. out: also write this picture (.png, .pdf, ...)."""
-    from matplotlib.figure import Figure
-
     x = np.asarray(features, np.float64)
     if x.ndim != 2 or min(x.shape) < 2 or not np.isfinite(x).all():
         raise InputError(f"features of shape {x.shape} have no map: give at least 2 images and 2 features, all finite")
@@ -40,15 +39,14 @@ def plot_map(
     axes = figure.subplots()
     groups = np.unique(texts)
     if len(groups) == len(x) > 1:
-        axes.scatter(points[:, 0], points[:, 1], s=12)
+        axes.scatter(*points.T, s=12)
         for text, point in zip(texts[:_MOST_NAMES], points, strict=False):
             axes.annotate(text, point, fontsize=7, parse_math=False)
     else:
         for number, group in enumerate(groups):
-            rows = points[texts == group]
-            axes.scatter(
-                rows[:, 0], rows[:, 1], s=12, color=f"C{number % 10}", marker="os^vD"[number // 10 % 5], label=group
-            )
+            # Ten colours, then the same colours with another marker.
+            marker = "os^vD"[number // 10 % 5]
+            axes.scatter(*points[texts == group].T, s=12, color=f"C{number % 10}", marker=marker, label=group)
         if 1 < len(groups) <= _MOST_NAMES:
             axes.legend(fontsize=8)
     axes.set(xlabel=f"first direction ({shares[0]:.0f}% of the variance)", ylabel=f"second ({shares[1]:.0f}%)")
