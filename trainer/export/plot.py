@@ -39,14 +39,15 @@ def plot_map(
     axes = figure.subplots()
     groups = np.unique(texts)
     if len(groups) == len(x) > 1:
-        axes.scatter(*points.T, s=12)
+        axes.scatter(points[:, 0], points[:, 1], s=12)
         for text, point in zip(texts[:_MOST_NAMES], points, strict=False):
             axes.annotate(text, point, fontsize=7, parse_math=False)
     else:
         for number, group in enumerate(groups):
             # Ten colours, then the same colours with another marker.
             marker = "os^vD"[number // 10 % 5]
-            axes.scatter(*points[texts == group].T, s=12, color=f"C{number % 10}", marker=marker, label=group)
+            x, y = points[texts == group].T
+            axes.scatter(x, y, s=12, color=f"C{number % 10}", marker=marker, label=group)
         if 1 < len(groups) <= _MOST_NAMES:
             axes.legend(fontsize=8)
     axes.set(xlabel=f"first direction ({shares[0]:.0f}% of the variance)", ylabel=f"second ({shares[1]:.0f}%)")
