@@ -163,9 +163,21 @@ def relabel(name: str) -> Callable[[Path], None]:
     return change
 
 
+def write(name: str, data: bytes) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        (root / name).write_bytes(data)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("make_files", "damage", "message"),
     [
+        (
+            originals.cifar10_python,
+            write("cifar-10-batches-py/batches.meta", originals.python2_pickle({"label_names": 5})),
+            "batches.meta holds no list of label_names",
+        ),
         (originals.cifar10_python, drop("cifar-10-batches-py/data_batch_4"), "data_batch_4 is missing"),
         (originals.cifar10_python, cut("cifar-10-batches-py/data_batch_4"), "data_batch_4 cannot be read"),
         (originals.cifar10_binary, cut("cifar-10-batches-bin/test_batch.bin"), "test_batch.bin has 6141 bytes, not a"),
@@ -394,6 +406,11 @@ def test_changed_annotations_give_a_new_index_and_broken_ones_an_error(
     path.write_text("val_0.JPEG n02124075\n")
     with pytest.raises(InputError, match=r"val_annotations.txt, line 1: expected NAME<tab>CLASS"):
         open_index(root, "val")
+    path.write_text("val_0.JPEG\tn99999999\n")
+    with pytest.raises(InputError, match=r"4 files are skipped, because val_annotations.txt .* or delete it"):
+        open_index(root, "val")
+    path.write_text("\ufeffval_0.JPEG\tn02124075\n", encoding="utf-8")
+    assert open_index(root, "val").name(0) == "images/val_0.JPEG"
 
 
 def test_a_list_of_classes_applies_to_the_annotations(tmp_path: Path) -> None:

@@ -165,6 +165,17 @@ def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, object
         prepare(**{"source": source, "dest": tmp_path / "dest", "progress": False, **arguments})
 
 
+@pytest.mark.parametrize("place", ["shards", "train/shards", "link/shards", ""])
+def test_a_destination_inside_the_image_folder_is_refused(tmp_path: Path, place: str) -> None:
+    """The next command would take it for a split or a class."""
+    source = source_folder(tmp_path / "source")
+    (tmp_path / "link").symlink_to(source)
+    dest = tmp_path / place if place.startswith("link") else source / place
+    with pytest.raises(InputError, match="lies inside" if place else "not empty"):
+        prepare(str(source), dest, progress=False)
+    assert sorted(path.name for path in source.iterdir()) == ["train", "val"]
+
+
 def test_splits_without_train_must_have_the_same_classes(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "s", {"a/cat/1.jpg": JPEG, "b/dog/1.jpg": JPEG})
     with pytest.raises(InputError, match="need the same ones, but they differ: a, b"):

@@ -84,6 +84,16 @@ def test_a_set_that_cannot_be_evaluated_is_warned_of(
     assert not list((tmp_path / "set" / ".wmse_index").glob("val*"))  # the test split is not indexed for this
 
 
+def test_the_split_val_of_tiny_imagenet_can_be_evaluated(tmp_path: Path, tiny_config: Path) -> None:
+    for number, folder in enumerate(("train/n1/images", "train/n2/images", "val/images")):
+        write_images(tmp_path / folder, 2, seed=number)
+    config = load_config(tiny_config, ["--data.root", str(tmp_path)])
+    index = open_index(tmp_path, "train")
+    assert evaluation_warnings(config, index) != []
+    (tmp_path / "val" / "val_annotations.txt").write_text("2_0.JPEG\tn1\n2_1.JPEG\tn2\n")
+    assert evaluation_warnings(config, index) == []
+
+
 def test_a_run_on_a_set_that_cannot_be_evaluated_warns_and_trains(
     tiny_set: Path, tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Encoders elsewhere: exported files give the same features in other libraries, and weights of other programs load."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import timm
 import torch
 import torchvision
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import write_images
@@ -36,13 +37,12 @@ def make_run(folder: Path, backbone: str = "test_resnet", stem: Any = "imagenet"
     network = EncoderNetwork(config)
     with torch.no_grad():
         network(photos(recipe.size, 8))
-    data = {"class_names": ["cats", "dogs"]}
     content = {
         "step": 7,
         "model": network.state_dict(),
         "optimizer": {},
         "config": plain_settings(config),
-        "data": data,
+        "class_names": ["cats", "dogs"],
     }
     folder.mkdir()
     save_checkpoint(folder / "checkpoints", content, keep_last=1)
@@ -205,6 +205,33 @@ def test_an_export_overwrites_nothing_and_notices_other_weights(run: tuple[Path,
         load_encoder(dest)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("size", "wide"), ("size", -1), ("mean", [1]), ("std", [0, 0, 0]), ("interpolation", "nearest")]
+)
+def test_a_changed_config_of_an_export_is_refused(run: tuple[Path, Tensor], tmp_path: Path, key: str, value: Any):
+    dest = tmp_path / "out"
+    main(["export", str(run[0]), str(dest), "--format", "timm"])
+    config = json.loads((dest / "config.json").read_text())
+    config["wmse"]["preprocess"][key] = value
+    (dest / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=rf"config\.json.*\s.*views\.{key}"):
+        load_encoder(dest)
+
+
+def test_a_full_disk_names_the_destination_and_leaves_nothing(
+    run: tuple[Path, Tensor], tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.export.folder.write_text", fail)
+    assert main(["export", str(run[0]), str(tmp_path / "out"), "--format", "timm"]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot write {tmp_path / 'out'}: No space left" in error
+    assert "MiB are free" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
 def wrapped(state: dict[str, Tensor], kind: str) -> Any:
     """Return a state dict as the checkpoints of other programs hold it."""
     head = {"fc.weight": torch.zeros(10, 96), "fc.bias": torch.zeros(10)}
@@ -252,7 +279,51 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path):
     assert "several encoders" in problem({"model": state, "model_ema": {f"module.{n}": t for n, t in state.items()}})
     assert "not finite" in problem({**state, "bn1.bias": state["bn1.bias"] + torch.nan})
     assert "holds no tensor of this architecture" in problem({"other": torch.zeros(2)})
+    quantised = {name: tensor.to(torch.int8) for name, tensor in state.items()}
+    assert "not of plain floating-point numbers" in problem(quantised)
     assert "plain values only" in problem({"model": state, "arguments": Path})
+    path.write_text("<html>")
+    with pytest.raises(InputError, match="not a file of torch") as error:
+        load_encoder(f"timm:test_resnet={path}")
+    assert "weights_only=True" not in str(error.value)
+
+
+def test_weights_are_read_by_content_not_by_the_name_of_the_file(tmp_path: Path):
+    state = timm.create_model("test_resnet", num_classes=0).state_dict()
+    path = tmp_path / "weights.pth"
+    save_file({name: tensor.contiguous().bfloat16() for name, tensor in state.items()}, path)
+    weights = load_encoder(f"timm:test_resnet={path}").plain_state()["bn1.weight"]
+    assert torch.equal(weights, state["bn1.weight"].bfloat16().float())
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InputError, match="cannot read the weights in"):
+        load_encoder(f"timm:test_resnet={path}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("views.size", "wide"), ("views.mean", 0.5), ("model.backbone", 7), ("model.stem", "wide"), ("views.size", -3)],
+)
+def test_a_checkpoint_with_odd_settings_is_refused(tmp_path: Path, key: str, value: Any):
+    network = make_run(tmp_path / "run")
+    settings = plain_settings(Config(model=ModelConfig(backbone="test_resnet"))) | {key: value}
+    content = {"step": 8, "model": network.state_dict(), "optimizer": {}, "config": settings}
+    save_checkpoint(tmp_path / "run" / "checkpoints", content, keep_last=1)
+    with pytest.raises(InputError, match="backbone" if value == 7 else key):
+        load_encoder(tmp_path / "run")
+    del content["config"]
+    save_checkpoint(tmp_path / "run" / "checkpoints", content, keep_last=1)
+    with pytest.raises(InputError, match="no settings"):
+        load_encoder(tmp_path / "run")
+
+
+def test_a_folder_does_not_hide_a_model_of_the_same_name(tmp_path: Path, monkeypatch: Any):
+    torch.save(timm.create_model("test_resnet", num_classes=0).state_dict(), tmp_path / "weights.pth")
+    (tmp_path / "test_resnet").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_encoder("timm:test_resnet=weights.pth").name == "timm:test_resnet=weights.pth"
+    for source in ("timm:=weights.pth", "torchvision:fcn_resnet50=weights.pth"):
+        with pytest.raises(InputError, match="has no"):
+            load_encoder(source)
 
 
 def test_sources_that_do_not_exist_are_refused(tmp_path: Path):
@@ -333,6 +404,9 @@ def test_features_of_a_split_have_labels(run: tuple[Path, Tensor], tiny_set: Pat
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "d.npz").mkdir()
+    assert main(["features", "missing", "missing", "--overwrite", "--out", str(tmp_path / "d.npz")]) == 2
+    assert "d.npz exists" in capsys.readouterr().err
     cases = {"f.txt": ".npz or .parquet", "missing/f.npz": "does not exist", "f.parquet": "pip install pyarrow"}
     for name, message in cases.items():
         assert main(["features", "missing", "missing", "--out", str(tmp_path / name)]) == 2
@@ -361,3 +435,5 @@ def test_a_map_spreads_groups_that_differ(tmp_path: Path):
     assert len(plot_map(x, names, tmp_path / "names.png").axes[0].texts) == 40
     with pytest.raises(InputError, match="labels"):
         plot_map(x, ["a"])
+    with pytest.raises(InputError, match="finite"):
+        plot_map(np.where(x > 1, np.nan, x))

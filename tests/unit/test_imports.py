@@ -111,8 +111,9 @@ def test_only_the_command_line_imports_the_commands():
             assert not written_imports(file) & {*commands, "trainer.cli"}, file
 
 
-def test_the_command_line_starts_without_torch_or_dali():
-    program = "import trainer.cli, sys; print({'torch', 'nvidia.dali'} & set(sys.modules))"
+@pytest.mark.parametrize("module", ["trainer.cli", "trainer.export.cli"])
+def test_the_command_line_starts_without_torch_or_dali(module: str):
+    program = f"import {module}, sys; print({{'torch', 'nvidia.dali'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"
 

@@ -10,7 +10,7 @@ from trainer.config.schema import Config, ModelConfig, ViewsConfig
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.models.batch_norm import ViewBatchNorm
-from trainer.models.encoder import Normalize, build_encoder
+from trainer.models.encoder import Normalize, build_encoder, count_features
 from trainer.models.networks import EncoderProjector, build_encoder_projector
 from trainer.models.projector import Projector
 
@@ -53,6 +53,13 @@ def test_the_last_layer_is_float32_under_autocast() -> None:
     assert hidden.dtype == torch.bfloat16
     assert v.dtype == torch.float32
     assert not torch.equal(v, v.bfloat16().float())
+
+
+@pytest.mark.parametrize("backbone", ["test_resnet", "mobilenetv3_small_050"])
+def test_pooling_gives_one_row_of_features_for_each_image(backbone: str) -> None:
+    """MobileNetV3 has a layer between its pooling and its flattening."""
+    encoder = build_encoder(ModelConfig(backbone=backbone, zero_init_last=False))
+    assert encoder(torch.zeros(2, 3, 32, 32)).shape == (2, count_features(encoder))
 
 
 @pytest.mark.parametrize(("over", "group"), [("local", None), ("all", "everyone")])

@@ -70,7 +70,9 @@ def _open_pickles(
             )
         pixels.append(data)
         labels += batch_labels
-    class_names = [str(name) for name in _unpickle(files, names_file).get(names_key, [])]
+    class_names = _unpickle(files, names_file).get(names_key)
+    if not isinstance(class_names, list) or not all(isinstance(name, str) for name in class_names):
+        raise InputError(f"{files.path}: {names_file} holds no list of {names_key}: get the archive again")
     checked = check_labels(np.array(labels, np.int64), class_names, files.path)
     return ArraySplit(_to_images(np.concatenate(pixels)), checked, class_names)
 

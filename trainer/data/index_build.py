@@ -157,10 +157,15 @@ def _list_annotated(listing: Listing, folder: Path) -> Listing:
         listing.names.append(f"{tiny_imagenet.IMAGES}/{name}")
         listing.labels.append(label)
     if unknown:
-        listing.notes.append(
+        note = (
             f"{folder}: {len(unknown)} files are skipped, because {tiny_imagenet.ANNOTATIONS} gives them no class that is "
             f"used ({some_names(unknown)})"
         )
+        if not listing.names:
+            raise InputError(
+                f"{note}, and no other files are there: get that file again, or delete it to have no labels"
+            )
+        listing.notes.append(note)
     return listing._replace(is_flat=True)
 
 

@@ -57,7 +57,7 @@ def prepare(
     # Check everything that can be wrong before anything is written.
     _check_arguments(source, dest, images_per_shard, shrink, classes)
     max_images = max_images or {}
-    found = find_source(source, classes, download_dir or user_cache() / "downloads", progress)
+    found = find_source(source, dest, classes, download_dir or user_cache() / "downloads", progress)
     splits = _choose_splits(source, found.splits, splits, max_images)
     with _partial_folder(dest) as partial:
         scratch = partial / SCRATCH

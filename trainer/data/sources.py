@@ -40,11 +40,11 @@ class Source(NamedTuple):
     open_split: Callable[[str, Path], OpenedSplit]
 
 
-def find_source(source: str, classes: Path | None, download_dir: Path, progress: bool) -> Source:
+def find_source(source: str, dest: Path, classes: Path | None, download_dir: Path, progress: bool) -> Source:
     """Find out what a source is.
 
-    classes: a file that lists the classes to take (`class_list`); None: all.
-    Raises InputError with the layouts that are recognised if it is none of them.
+    dest: where it will be written. classes: a file that lists the classes to take (`class_list`); None: all.
+    Raises InputError with the layouts that are recognised if it is none of them, and for a `dest` inside an image folder.
     """
     if source in SETS:
         return Source(list(SETS[source].splits), lambda split, _: _open_named(source, split, download_dir))
@@ -66,14 +66,19 @@ def find_source(source: str, classes: Path | None, download_dir: Path, progress:
     # Tell the user about tar shards instead of complaining about missing class folders.
     if list_shard_splits(path):
         raise InputError(f"{path}: holds tar shards, which can be trained on as they are; prepare takes image folders")
-    return _find_folder(path, classes, known, progress)
+    return _find_folder(path, dest, classes, known, progress)
 
 
-def _find_folder(path: Path, classes: Path | None, known: str, progress: bool) -> Source:
+def _find_folder(path: Path, dest: Path, classes: Path | None, known: str, progress: bool) -> Source:
     """Find out what the folders of an image folder are: splits, classes or neither. Raises InputError if it is empty."""
     if is_tiny_imagenet(path / "tiny-imagenet-200"):
         path = path / "tiny-imagenet-200"
     folders = list_class_folders(path)
+    if not folders and not _holds_images(path):
+        raise InputError(f"{path}: no folders in it, and no images; {LAYOUT}. {known}")
+    # Later the shards would count as a split or a class of the folder.
+    if dest.resolve().is_relative_to(path.resolve()):
+        raise InputError(f"{dest}: lies inside {path}, whose images it is made of: give a folder outside")
     if any(name in SPLIT_NAMES for name in folders):
         return Source(folders, lambda split, scratch: _open_folder(path, split, None, classes, scratch, progress))
     if _holds_images(path):
@@ -92,8 +97,6 @@ def _find_folder(path: Path, classes: Path | None, known: str, progress: bool) -
         return Source(
             ["train"], lambda split, scratch: _open_folder(path, WHOLE_FOLDER, None, classes, scratch, progress)
         )
-    if not folders:
-        raise InputError(f"{path}: no folders in it, and no images; {LAYOUT}. {known}")
     return Source(folders, lambda split, scratch: _open_folder(path, split, None, classes, scratch, progress))
 
 

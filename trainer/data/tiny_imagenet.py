@@ -46,8 +46,8 @@ def read_annotations(folder: Path) -> dict[str, str]:
 
 
 def _read_text(path: Path) -> str:
-    # Names of files need not be UTF-8.
-    return path.read_text(encoding="utf-8", errors="surrogateescape")
+    # Names of files need not be UTF-8. Some editors put a byte order mark (sig) at the beginning.
+    return path.read_text(encoding="utf-8-sig", errors="surrogateescape")
 
 
 def is_boxes_file(class_name: str, name: str) -> bool:

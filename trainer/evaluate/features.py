@@ -20,7 +20,7 @@ from trainer.config.schema import Config
 from trainer.data.dali_graph import eval_recipe
 from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, eval_requests
-from trainer.distributed.device import autocast_dtype
+from trainer.distributed.device import autocast_dtype, without_tf32
 from trainer.distributed.process_group import open_on_all_ranks, require_same
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
@@ -159,15 +159,8 @@ def encoding_dtype(place: Place) -> torch.dtype | None:
 def in_precision(place: Place) -> Iterator[None]:
     """Encode in the precision of `evaluate.precision` while the block runs, and never in TF32."""
     dtype = encoding_dtype(place)
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = convolutions.fp32_precision
-    # torch's default on a GPU is TF32, which keeps 10 of the 23 bits.
-    convolutions.fp32_precision = "ieee"
-    try:
-        with torch.autocast(place.device.type, dtype, enabled=dtype is not None):
-            yield
-    finally:
-        convolutions.fp32_precision = before
+    with without_tf32(), torch.autocast(place.device.type, dtype, enabled=dtype is not None):
+        yield
 
 
 def trained_encoder(model: EncoderNetwork) -> Encode:

@@ -1,8 +1,20 @@
 """Trained encoders elsewhere: load them from many sources, compute features of any images, export them to other formats."""
 
-from trainer.export.encoder import Encoder, Preprocess
-from trainer.export.features import ImageFeatures, features
-from trainer.export.plot import plot_map
-from trainer.export.sources import load_encoder
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.export.compute import ImageFeatures, features
+    from trainer.export.encoder import Encoder, Preprocess
+    from trainer.export.plot import plot_map
+    from trainer.export.sources import load_encoder
 
 __all__ = ["Encoder", "ImageFeatures", "Preprocess", "features", "load_encoder", "plot_map"]
+_MODULES = {"features": "compute", "ImageFeatures": "compute", "plot_map": "plot", "load_encoder": "sources"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use: the modules load torch, which `wmse export --help` does not need."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"trainer.export.{_MODULES.get(name, 'encoder')}"), name)

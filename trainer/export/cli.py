@@ -6,7 +6,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from trainer.errors import DONE, InputError
+from trainer.errors import DONE
 
 _FORMATS = ("timm", "torchvision", "onnx", "all")
 
@@ -27,14 +27,15 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 def run_export(own: argparse.Namespace) -> int:
     """Export the encoder and return the exit code."""
     from trainer.export.folder import export
-    from trainer.export.sources import load_encoder, load_run
+    from trainer.export.sources import load_encoder
+    from trainer.run.checkpoint import choose_checkpoint
     from trainer.run.folder import start_logging
 
     start_logging(None, 0)
     for package in ("timm", "onnxscript", "onnx_ir"):  # they log each step of their work
         logging.getLogger(package).setLevel(logging.WARNING)
-    encoder = load_encoder(own.run) if own.checkpoint is None else load_run(Path(own.run), own.checkpoint).freeze()
-    files = export(encoder, own.dest, own.format)
+    source = own.run if own.checkpoint is None else choose_checkpoint(Path(own.run), own.checkpoint)
+    files = export(load_encoder(source), own.dest, own.format)
     print(f"wrote {', '.join(files)} to {own.dest}")
     return DONE
 
@@ -61,19 +62,17 @@ def add_features_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_features(own: argparse.Namespace) -> int:
     """Compute and write the features, and return the exit code."""
-    import torch
-
+    from trainer.config.schema import Config
+    from trainer.distributed.device import choose_device
+    from trainer.distributed.ranks import Ranks
+    from trainer.export.compute import features
     from trainer.export.feature_files import check_output, write_features
-    from trainer.export.features import features
     from trainer.export.sources import load_encoder
     from trainer.run.folder import start_logging
 
     start_logging(None, 0)
     check_output(own.out, own.overwrite)
-    if own.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device is cuda, but torch sees no GPU here: give cpu or auto")
-    device = "cuda" if own.device != "cpu" and torch.cuda.is_available() else "cpu"
-    encoder = load_encoder(own.source, device)
+    encoder = load_encoder(own.source, choose_device(Config(device=own.device), Ranks()))
     logging.getLogger(__name__).info("encoder %s, weights %s", encoder.name, encoder.sha256[:16])
     result = features(encoder, own.images, split=own.split, batch_size=own.batch)
     write_features(result, own.out)

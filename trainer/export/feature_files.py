@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.errors import InputError
-from trainer.export.features import ImageFeatures
+from trainer.export.compute import ImageFeatures
 from trainer.files import atomic_write
 
 _SUFFIXES = (".npz", ".parquet")
@@ -20,7 +20,7 @@ def check_output(path: Path, overwrite: bool) -> None:
         raise InputError(f"cannot write features to {path}: give a file name that ends in {' or '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: the folder {path.parent} does not exist")
-    if path.exists() and not overwrite:
+    if path.is_dir() or (path.exists() and not overwrite):
         raise InputError(f"{path} exists: give another file, or --overwrite")
     if path.suffix == ".parquet":
         try:

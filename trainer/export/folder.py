@@ -16,7 +16,7 @@ import trainer
 from trainer.config.schema import ModelConfig
 from trainer.errors import InputError
 from trainer.export.encoder import Encoder, Preprocess
-from trainer.export.formats import FORMATS, NotPossibleError, plain_state
+from trainer.export.formats import FORMATS, NotPossibleError
 from trainer.export.sources import CONFIG, KEY, WEIGHTS
 from trainer.files import atomic_write, write_text
 from trainer.run.commit import git_commit
@@ -41,7 +41,8 @@ def export(encoder: Encoder, dest: Path, format_name: str) -> list[str]:
 
     The folder always holds config.json and model.safetensors, which `load_encoder` reads. Raises InputError if it exists,
     or if the encoder cannot be written in the format."""
-    if encoder.origin.model is None:
+    model = encoder.model
+    if model is None:
         raise InputError(
             f"{encoder.name} is not an encoder of this program: give a run, a checkpoint or an exported folder"
         )
@@ -51,19 +52,20 @@ def export(encoder: Encoder, dest: Path, format_name: str) -> list[str]:
     # A failed export leaves nothing behind: the folder gets its name when everything is in it.
     temporary = Path(tempfile.mkdtemp(dir=dest.parent, prefix=f".{dest.name}."))
     try:
-        _write_weights(encoder, encoder.origin.model, temporary)
-        names = list(FORMATS) if format_name == "all" else [format_name]
-        for name in names:
+        _write_weights(encoder, model, temporary)
+        for name in FORMATS if format_name == "all" else [format_name]:
             try:
-                FORMATS[name](encoder, encoder.origin.model, temporary)
+                FORMATS[name](encoder, model, temporary)
             except NotPossibleError as error:
                 if format_name != "all":
                     raise
                 _log.warning("not written for %s: %s", name, error)
         temporary.chmod(0o755)
         temporary.rename(dest)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            error.filename = str(dest)  # not a file in the folder that is gone
         raise
     return sorted(path.name for path in dest.iterdir())
 
@@ -71,7 +73,7 @@ def export(encoder: Encoder, dest: Path, format_name: str) -> list[str]:
 def _write_weights(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
     """Write model.safetensors and config.json in the form of timm, with our own entry."""
     with atomic_write(folder / WEIGHTS) as file:
-        file.write(save(plain_state(encoder)))
+        file.write(save(encoder.plain_state()))
     facts = encoder.preprocess
     known = encoder.encoder.pretrained_cfg
     pretrained = {
@@ -94,7 +96,7 @@ def _write_weights(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
         "onnx_input": "pixels: uint8 (N, 3, size, size), RGB, 0..255; the graph normalises them",
         "class_names": encoder.class_names,
         "sha256": encoder.sha256,
-        "provenance": {**encoder.origin.facts, "exported_by": f"{trainer.__version__}, commit {git_commit()}"},
+        "provenance": {**encoder.facts, "exported_by": f"{trainer.__version__}, commit {git_commit()}"},
     }
     # With its own stem the network is not one that timm builds. timm then refuses this name, instead of building another.
     is_timms = model.stem == "imagenet"

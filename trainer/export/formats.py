@@ -28,11 +28,6 @@ class NotPossibleError(InputError):
     """This encoder cannot be written in this format."""
 
 
-def plain_state(encoder: Encoder) -> dict[str, Tensor]:
-    """Return the weights with the backbone's names, in the memory format that other programs expect."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.encoder.state_dict().items()}
-
-
 def _write_timm(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
     """Check that timm loads the folder as it is."""
     if model.stem != "imagenet":
@@ -46,19 +41,15 @@ def _write_timm(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
 
 def _write_torchvision(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
     """Write a state dict with torchvision's names, if torchvision has this network."""
-    # timm and torchvision give these networks the same names, in every module.
-    network: Any = None
-    if (
-        model.backbone in torchvision.models.list_models()
-        and timm.models.model_entrypoint(model.backbone).__module__ == "timm.models.resnet"
-    ):
-        network = torchvision.models.get_model(model.backbone, weights=None)
-    if network is None or model.stem != "imagenet":
+    # timm and torchvision give the modules of these networks the same names.
+    is_resnet = timm.models.model_entrypoint(model.backbone).__module__ == "timm.models.resnet"
+    if not is_resnet or model.backbone not in torchvision.models.list_models() or model.stem != "imagenet":
         raise NotPossibleError(
             f"torchvision has no {model.backbone} with model.stem {model.stem}, only ResNets with the stem imagenet: use "
             "--format onnx, or --format all, whose folder trainer.export.load_encoder loads"
         )
-    state = plain_state(encoder)
+    network: Any = torchvision.models.get_model(model.backbone, weights=None)
+    state = encoder.plain_state()
     network.fc = nn.Identity()
     network.load_state_dict(state)
     network.eval()
@@ -95,6 +86,7 @@ def _write_onnx(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
 
 
 def _random_pixels(encoder: Encoder) -> Tensor:
+    """Return three images for a comparison, (3, 3, S, S) uint8."""
     size = encoder.preprocess.size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8, generator=generator)

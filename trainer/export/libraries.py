@@ -5,48 +5,51 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import timm
 import torchvision
 from torch import nn
 
 from trainer.errors import InputError
-from trainer.export.encoder import Encoder, Origin, Preprocess
-from trainer.export.state_dicts import find_encoder, read_weights
+from trainer.export.encoder import Encoder, Preprocess
+from trainer.export.state_dicts import find_encoder, first_line, read_weights
 
 _log = logging.getLogger(__name__)
 
 
 def load_timm(name: str, file: Path | None) -> Encoder:
-    is_folder = Path(name).is_dir()
-    full_name = f"local-dir:{name}" if is_folder else name
-    if not is_folder and not timm.is_model(name):
+    """Load a model of timm, by name or from a folder that timm saved. file: weights of another program for it."""
+    # A folder that happens to have the name of a model does not count.
+    is_model = timm.is_model(name)
+    if not is_model and not (name and Path(name).is_dir()):
         raise InputError(f"timm has no model {name!r}: choose a name of timm.list_models()")
+    full_name = name if is_model else f"local-dir:{name}"
     try:
         backbone = timm.create_model(full_name, pretrained=file is None, num_classes=0)
     except Exception as error:  # anything from no network to a file that does not fit
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise InputError(
-            f"timm cannot load the weights of {name}: {reason}. Without a network, give a file: timm:{name}=FILE"
-        ) from error
+        advice = f"Without a network, give a file: timm:{name}=FILE" if is_model else "Save the folder again"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"timm cannot load the weights of {name}: {reason}. {advice}") from error
     facts = timm.data.resolve_model_data_config(backbone)
-    if facts["crop_mode"] != "center" or facts["interpolation"] not in ("bicubic", "bilinear"):
+    interpolation = facts["interpolation"]
+    if facts["crop_mode"] != "center" or interpolation not in ("bicubic", "bilinear"):
         _log.warning(
             "%s was trained with crop mode %s and %s interpolation; images get a centre crop, interpolated bicubically if "
             "not bilinearly",
-            *(name, facts["crop_mode"], facts["interpolation"]),
+            *(name, facts["crop_mode"], interpolation),
         )
-    interpolation: Literal["bicubic", "bilinear"] = "bilinear" if facts["interpolation"] == "bilinear" else "bicubic"
     size = facts["input_size"][-1]
     resize = math.floor(size / facts["crop_pct"])
-    preprocess = Preprocess(size, resize, interpolation, tuple(facts["mean"]), tuple(facts["std"]))
-    return _filled(backbone, preprocess, f"timm:{name}", file)
+    return _filled(backbone, f"timm:{name}", file, size, resize, interpolation, facts["mean"], facts["std"])
 
 
 def load_torchvision(name: str, file: Path | None) -> Encoder:
-    if name not in torchvision.models.list_models():
-        raise InputError(f"torchvision has no model {name!r}: choose a name of torchvision.models.list_models()")
+    """Load a model of torchvision by name. file: weights of another program for it."""
+    if name not in torchvision.models.list_models(torchvision.models):
+        raise InputError(
+            f"torchvision has no classifier {name!r}: choose a name of torchvision.models.list_models(torchvision.models)"
+        )
     weights = torchvision.models.get_model_weights(name).DEFAULT
     try:
         backbone: Any = torchvision.models.get_model(name, weights=weights if file is None else None)
@@ -60,16 +63,19 @@ def load_torchvision(name: str, file: Path | None) -> Encoder:
     backbone.fc = nn.Identity()
     facts = weights.transforms()
     size = facts.crop_size[0]
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic" if facts.interpolation.value == "bicubic" else "bilinear"
     # Other programs evaluate with the usual 256:224, torchvision's newer weights with a tighter resize.
     resize = facts.resize_size[0] if file is None else round(size * 256 / 224)
-    preprocess = Preprocess(size, resize, interpolation, tuple(facts.mean), tuple(facts.std))
-    return _filled(backbone, preprocess, f"torchvision:{name}", file)
+    interpolation = facts.interpolation.value
+    return _filled(backbone, f"torchvision:{name}", file, size, resize, interpolation, facts.mean, facts.std)
 
 
-def _filled(backbone: Any, preprocess: Preprocess, name: str, file: Path | None) -> Encoder:
+def _filled(
+    backbone: Any, name: str, file: Path | None, size: int, resize: int, interpolation: str, mean: Any, std: Any
+) -> Encoder:
     """Return the encoder with the weights of the file, or with those that the backbone has."""
-    encoder = Encoder(backbone, preprocess, Origin(name if file is None else f"{name}={file.name}"))
+    method: Any = "bilinear" if interpolation == "bilinear" else "bicubic"
+    preprocess = Preprocess(size, resize, method, tuple(mean), tuple(std))
+    encoder = Encoder(backbone, preprocess, name if file is None else f"{name}={file.name}")
     if file is not None:
         found = find_encoder(read_weights(file), backbone.state_dict(), file)
         # All names and shapes were compared. A strict load would ask for the counters of batches.

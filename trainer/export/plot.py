@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from trainer.errors import InputError
@@ -22,11 +23,9 @@ def plot_map(
 
     labels: one for each row. Equal labels get one colour and an entry in the legend; if all are different, as names are,
         each is written beside its point. out: also write this picture (.png, .pdf, ...)."""
-    from matplotlib.figure import Figure
-
     x = np.asarray(features, np.float64)
-    if x.ndim != 2 or min(x.shape) < 2:
-        raise InputError(f"features of shape {x.shape} have no map: give at least 2 images and 2 features")
+    if x.ndim != 2 or min(x.shape) < 2 or not np.isfinite(x).all():
+        raise InputError(f"features of shape {x.shape} have no map: give at least 2 images and 2 features, all finite")
     texts = np.array([str(label) for label in labels]) if labels is not None else np.full(len(x), "")
     if len(texts) != len(x):
         raise InputError(f"there are {len(texts)} labels for {len(x)} images: give one for each")
@@ -45,10 +44,10 @@ def plot_map(
             axes.annotate(text, point, fontsize=7, parse_math=False)
     else:
         for number, group in enumerate(groups):
-            rows = points[texts == group]
-            axes.scatter(
-                rows[:, 0], rows[:, 1], s=12, color=f"C{number % 10}", marker="os^vD"[number // 10 % 5], label=group
-            )
+            # Ten colours, then the same colours with another marker.
+            marker = "os^vD"[number // 10 % 5]
+            x, y = points[texts == group].T
+            axes.scatter(x, y, s=12, color=f"C{number % 10}", marker=marker, label=group)
         if 1 < len(groups) <= _MOST_NAMES:
             axes.legend(fontsize=8)
     axes.set(xlabel=f"first direction ({shares[0]:.0f}% of the variance)", ylabel=f"second ({shares[1]:.0f}%)")

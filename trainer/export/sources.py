@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from trainer.config.checks import check
-from trainer.config.schema import Config, ModelConfig, ViewsConfig
+from trainer.config.loading import load_config
+from trainer.config.schema import Config
 from trainer.config.setting import all_settings, shapes_result
 from trainer.errors import InputError
-from trainer.export.encoder import Encoder, Origin, Preprocess
+from trainer.export.encoder import Encoder, Preprocess
 from trainer.export.libraries import load_timm, load_torchvision
 from trainer.export.state_dicts import read_weights
 from trainer.models.encoder import build_encoder
@@ -22,11 +22,12 @@ from trainer.run.checkpoint import choose_checkpoint, load_checkpoint, put_encod
 KEY = "wmse"  # our entry in an exported config.json, which timm ignores
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-SOURCES = (
+_SOURCES = (
     "a run folder, a checkpoint file, an exported folder, timm:NAME or torchvision:NAME (pretrained weights), "
     "timm:NAME=FILE or torchvision:NAME=FILE (weights of another program)"
 )
-_Section = TypeVar("_Section", ModelConfig, ViewsConfig)
+# Settings that build an encoder.
+_SETTINGS = ("model.backbone", "model.stem", *(f"views.{field.name}" for field in dataclasses.fields(Preprocess)))
 
 
 def load_encoder(
@@ -34,7 +35,7 @@ def load_encoder(
 ) -> Encoder:
     """Load an encoder, ready for use.
 
-    source: see SOURCES; of a run, the last checkpoint. timm:FOLDER is a folder that timm's local-dir: loads.
+    source: as docs/export.md lists them; of a run, the last checkpoint.
     preprocess: replaces what the source says, or for weights of another program what timm or torchvision says.
 
     Raises InputError if the source does not exist or does not hold one encoder. Files are only read as data."""
@@ -44,9 +45,9 @@ def load_encoder(
         load = load_timm if kind == "timm" else load_torchvision
         encoder = load(name, Path(file) if file else None)
     else:
-        encoder = _load_path(Path(source))
+        encoder = _load_path(Path(source).expanduser())
     if preprocess is not None:
-        encoder = Encoder(encoder.encoder, preprocess, encoder.origin)
+        encoder.set_preprocess(preprocess)
     return encoder.freeze().to(device)
 
 
@@ -54,9 +55,9 @@ def _load_path(path: Path) -> Encoder:
     if (path / CONFIG).is_file():
         return _load_folder(path)
     if path.is_dir():
-        return load_run(path, "last")
+        return _load_checkpoint(choose_checkpoint(path, "last"))
     if not path.exists():
-        raise InputError(f"there is no encoder {str(path)!r}: give {SOURCES}")
+        raise InputError(f"there is no encoder {str(path)!r}: give {_SOURCES}")
     try:
         return _load_checkpoint(path)
     except InputError as error:
@@ -65,77 +66,60 @@ def _load_path(path: Path) -> Encoder:
         ) from error
 
 
-def load_run(run_dir: Path, which: str) -> Encoder:
-    """Load the encoder of a run, not frozen. which: "last", a step, or the path of a checkpoint."""
-    return _load_checkpoint(choose_checkpoint(run_dir, which))
-
-
 def _load_checkpoint(path: Path) -> Encoder:
     content = load_checkpoint(path)
-    settings: dict[str, Any] = content["config"]
-    model = _section(ModelConfig, "model.", settings)
-    views = _section(ViewsConfig, "views.", settings)
-    problems = check(Config(model=model, views=views), method=False)
-    if problems:
-        raise InputError(f"cannot use the settings in {path}: {'; '.join(problems)}")
+    settings = content.get("config")
+    if not isinstance(settings, dict):
+        raise InputError(f"cannot use checkpoint {path}: it holds no settings")
     # Folders and other settings of the machine are nobody else's business.
-    shaping = {
-        key: settings[key] for key, field, _ in all_settings(Config()) if shapes_result(field) and key in settings
-    }
+    shaping = {key for key, declared, _ in all_settings(Config()) if shapes_result(declared)}
     facts = {
         "checkpoint_sha256": content["sha256"],
         "step": content["step"],
         "method": settings.get("method"),
-        "training_commit": content.get("commit"),
-        "settings": shaping,
+        "settings": {key: settings[key] for key in sorted(shaping & settings.keys())},
     }
-    class_names = content["data"].get("class_names") or []
-    name = f"{model.backbone} of step {content['step']}"
-    encoder = build_own(model, Preprocess.of_views(views), Origin(name, model, class_names, facts))
+    name = f"{settings.get('model.backbone')} of step {content['step']}"
+    encoder = _build(settings, path, name, content.get("class_names"), facts)
     put_encoder(encoder, content["model"], path)
     return encoder
 
 
-def build_own(model: ModelConfig, preprocess: Preprocess, origin: Origin) -> Encoder:
-    """Build an encoder as a run does, without its weights."""
-    # Memory options of the training would only slow it down.
-    plain = ModelConfig(backbone=model.backbone, stem=model.stem)
-    return Encoder(build_encoder(plain), preprocess, origin)
+def _build(
+    settings: dict[str, Any], path: Path, name: str, class_names: list[str] | None, facts: dict[str, Any]
+) -> Encoder:
+    """Build an encoder as a run does, without its weights, and without the memory options of the training.
 
-
-def _section(section: type[_Section], prefix: str, settings: dict[str, Any]) -> _Section:
-    """Build a section of the config from settings by dotted name. A missing one is newer and had its default value."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
-        value = settings.get(prefix + field.name)
-        if value is not None:
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    return section(**values)
+    settings: by dotted name; a missing one has its default value. Raises InputError naming `path` for a wrong value."""
+    # Words of a command line are checked for types and ranges.
+    words = [f"--{key}={settings[key]}" for key in _SETTINGS if key in settings]
+    try:
+        config = load_config(None, words, check_method=False)
+        backbone = build_encoder(config.model)
+    except InputError as error:
+        raise InputError(f"cannot build the encoder of {path}: {error}") from error
+    views = config.views
+    preprocess = Preprocess(views.size, views.eval_resize, views.interpolation, views.mean, views.std)
+    return Encoder(backbone, preprocess, name, model=config.model, class_names=class_names, facts=facts)
 
 
 def _load_folder(folder: Path) -> Encoder:
     """Load a folder that `wmse export` wrote, or another one that timm loads."""
     path = folder / CONFIG
     try:
-        content = json.loads(path.read_bytes())
-        own = content.get(KEY)
+        own = json.loads(path.read_bytes()).get(KEY)
         if own is None:
             return load_timm(str(folder), None)
-        model = ModelConfig(backbone=own["backbone"], stem=own["stem"])
-        facts = own["preprocess"]
-        mean, std = tuple(facts["mean"]), tuple(facts["std"])
-        preprocess = Preprocess(facts["size"], facts["eval_resize"], facts["interpolation"], mean, std)
-        origin = Origin(own["name"], model, own["class_names"], own["provenance"])
+        settings = {"model.backbone": own["backbone"], "model.stem": own["stem"]}
+        settings |= {f"views.{key}": value for key, value in own["preprocess"].items()}
+        encoder = _build(settings, path, own["name"], own["class_names"], own["provenance"])
         digest = own["sha256"]
+    except InputError:  # which is a ValueError
+        raise
     except (ValueError, AttributeError, LookupError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{path} is not what `wmse export` wrote ({error!r}): export the encoder again") from error
-    encoder = build_own(model, preprocess, origin)
-    tensors = {f"encoder.{name}": tensor for name, tensor in read_weights(folder / WEIGHTS).items()}
-    put_encoder(encoder, tensors, folder / WEIGHTS)
+    weights = folder / WEIGHTS
+    put_encoder(encoder, {f"encoder.{name}": tensor for name, tensor in read_weights(weights).items()}, weights)
     if encoder.freeze().sha256 != digest:
-        raise InputError(
-            f"the weights in {folder / WEIGHTS} are not those that {CONFIG} names: export the encoder again"
-        )
+        raise InputError(f"the weights in {weights} are not those that {CONFIG} names: export the encoder again")
     return encoder

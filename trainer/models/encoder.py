@@ -41,7 +41,7 @@ class Normalize(nn.Module):
 
 
 def build_encoder(config: ModelConfig) -> Any:
-    """Build the timm backbone with pooling and without classifier, (R, 3, S, S) -> (R, F); F is its `num_features`.
+    """Build the timm backbone with pooling and without classifier, (R, 3, S, S) -> (R, F), see `count_features`.
 
     Raises InputError if timm does not know the name, or if the backbone does not support the stem.
     """
@@ -64,11 +64,17 @@ def build_encoder(config: ModelConfig) -> Any:
         _replace_stem(encoder, config)
     if config.activation_checkpointing:
         encoder.set_grad_checkpointing(True)
-    # Replace the mean only. Other kinds of pooling compute something else.
+    # Other kinds of pooling compute something else, or leave the flattening to a later layer (MobileNetV3).
     pool = getattr(encoder, "global_pool", None)
-    if isinstance(pool, SelectAdaptivePool2d) and pool.pool_type == "avg":
+    if isinstance(pool, SelectAdaptivePool2d) and pool.pool_type == "avg" and isinstance(pool.flatten, nn.Flatten):
         encoder.global_pool = MeanPool()
     return encoder.to(memory_format=torch.channels_last)
+
+
+def count_features(backbone: Any) -> int:
+    """Return the number F of features of a backbone without classifier."""
+    # Some models of timm have a layer between the pooling and the classifier, which changes the number.
+    return getattr(backbone, "head_hidden_size", None) or backbone.num_features
 
 
 class MeanPool(nn.Module):

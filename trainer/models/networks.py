@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks
 from trainer.models.batch_norm import convert_batch_norm, stop_counting_batches
-from trainer.models.encoder import Normalize, build_encoder
+from trainer.models.encoder import Normalize, build_encoder, count_features
 from trainer.models.projector import Projector
 
 
@@ -25,7 +25,7 @@ class EncoderNetwork(nn.Module):
         super().__init__()
         self.normalize = Normalize(config.views)
         encoder = build_encoder(config.model)
-        self.num_features: int = encoder.num_features
+        self.num_features = count_features(encoder)
         parts = batch_norm_parts(config, config.model.encoder_batch_norm)
         self.encoder: Any = convert_batch_norm(encoder, parts, batch_norm_group, world_size)
         stop_counting_batches(self)

@@ -14,6 +14,7 @@ from trainer.config.schema import METHODS, Config, flatten
 from trainer.data.index import Index, open_images
 from trainer.data.index_build import list_class_folders
 from trainer.data.tar_shards import list_shards
+from trainer.data.tiny_imagenet import has_annotations
 from trainer.distributed.cores import core_warnings, own_cores
 from trainer.distributed.device import PRECISION_NAMES, autocast_dtype, compiles
 from trainer.distributed.geometry import check_set_size
@@ -131,6 +132,9 @@ def _split_problem(root: Path, name: str, index: Index) -> str:
         return ""
     if not (root / name).is_dir():
         return f"the split {name!r} does not exist"
+    # The labels of Tiny ImageNet's val are in a file.
+    if has_annotations(root / name):
+        return ""
     if set(list_class_folders(root / name)).isdisjoint(index.class_names):
         return f"the split {name!r} has no folder with the name of a class of the split {index.split!r}"
     return ""

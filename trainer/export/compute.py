@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +20,11 @@ from torch import Tensor
 from trainer.config.schema import DataConfig
 from trainer.data.dali_graph import eval_arrays, eval_recipe
 from trainer.data.image_probe import decode_rgb
-from trainer.data.index import open_index
+from trainer.data.index import Index, open_index
+from trainer.data.index_build import some_names
 from trainer.data.loader import ViewLoader, eval_requests
 from trainer.data.printable import printable
+from trainer.distributed.device import without_tf32
 from trainer.errors import InputError
 from trainer.export.encoder import Encoder, Preprocess
 from trainer.progress import with_progress
@@ -54,29 +55,36 @@ def features(encoder: Encoder, images: Images, *, split: str = ".", batch_size: 
     if batch_size < 1:
         raise InputError(f"the batch size is {batch_size}: give at least 1")
     if isinstance(images, (str, Path)):
-        result = _of_folder(encoder, Path(images), split, batch_size)
+        index = open_index(Path(images).expanduser(), split, progress=True)
+        # The index leaves out files that are not images at all, and lists them beside itself.
+        unusable = index.path.with_suffix(".skipped.txt")
+        if unusable.exists():
+            lines = unusable.read_bytes().splitlines()
+            _log.warning("%s lists %d files that are not usable images", unusable, len(lines))
+        names = [index.name(i) for i in range(len(index))]
+        labels, class_names = np.asarray(index.labels, np.int64), index.class_names
+        batches = _read_index(encoder, index, batch_size)
     else:
-        result = _of_list(encoder, images, batch_size)
-    if result.skipped:
-        listed = ", ".join(result.skipped[:10]) + (", ..." if len(result.skipped) > 10 else "")
-        _log.warning("skipped %d images, which could not be read: %s", len(result.skipped), listed)
-    if not result.names:
+        names = [str(i) if isinstance(item, Image.Image) else printable(str(item)) for i, item in enumerate(images)]
+        labels, class_names = np.full(len(names), -1), []
+        batches = _read_list(encoder, images, names, batch_size)
+    x, used = _encode(encoder, batches, len(names))
+    skipped = [names[i] for i in sorted(set(range(len(names))) - set(used))]
+    if skipped:
+        _log.warning("skipped %d images, which could not be read: %s", len(skipped), some_names(skipped))
+    if not used:
         raise InputError("none of the images can be read")
-    wrong = np.flatnonzero(~np.isfinite(result.features).all(1))
+    used_names = [names[i] for i in used]
+    wrong = np.flatnonzero(~np.isfinite(x).all(1))
     if len(wrong):
         raise InputError(
-            f"the features of {len(wrong)} images hold NaN or infinity (first: {result.names[wrong[0]]}): the encoder is "
+            f"the features of {len(wrong)} images hold NaN or infinity (first: {used_names[wrong[0]]}): the encoder is "
             "damaged or does not fit its preprocessing"
         )
-    return result
+    return ImageFeatures(x, used_names, labels[used], class_names, skipped)
 
 
-def _of_folder(encoder: Encoder, root: Path, split: str, batch_size: int) -> ImageFeatures:
-    index = open_index(root, split, progress=True)
-    # The index leaves out files that are not images at all, and lists them beside itself.
-    unusable = index.path.with_suffix(".skipped.txt")
-    if unusable.exists():
-        _log.warning("%s lists %d files that are not usable images", unusable, len(unusable.read_bytes().splitlines()))
+def _read_index(encoder: Encoder, index: Index, batch_size: int) -> Iterator[_Batch]:
     ids = np.arange(len(index))
     recipe = eval_recipe(encoder.preprocess.views)
     loader = ViewLoader(
@@ -85,52 +93,34 @@ def _of_folder(encoder: Encoder, root: Path, split: str, batch_size: int) -> Ima
         DataConfig(max_skipped_share=1.0),
         eval_requests(recipe, ids, batch_size),
         batch_size=batch_size,
-        device=_device(encoder),
+        device=encoder.device,
         first_step=0,
         end_step=math.ceil(len(ids) / batch_size),
     )
-
-    def batches() -> Iterator[_Batch]:
-        for batch in loader:
-            first = batch.step * batch_size
-            asked = ids[first : first + batch_size]
-            # The loader shows another image instead of an unusable one.
-            yield batch.views, asked, asked == batch.image_ids
-
-    x, used = _encode(encoder, batches(), len(ids))
-    names = [index.name(i) for i in used]
-    skipped = [index.name(i) for i in sorted(set(ids.tolist()) - set(used))]
-    return ImageFeatures(x, names, np.asarray(index.labels, np.int64)[used], index.class_names, skipped)
+    for batch in loader:
+        first = batch.step * batch_size
+        asked = ids[first : first + batch_size]
+        # The loader shows another image instead of an unusable one.
+        yield batch.views, asked, asked == batch.image_ids
 
 
-def _of_list(encoder: Encoder, images: Sequence[str | Path | Image.Image], batch_size: int) -> ImageFeatures:
-    names = []
-    for number, image in enumerate(images):
-        names.append(str(number) if isinstance(image, Image.Image) else printable(str(image)))
-
-    def batches() -> Iterator[_Batch]:
-        size = encoder.preprocess.size
-        for first in range(0, len(images), batch_size):
-            asked = np.arange(first, min(first + batch_size, len(images)))
-            pixels = torch.zeros(len(asked), size, size, 3, dtype=torch.uint8)
-            is_right = np.ones(len(asked), np.bool_)
-            for row, number in enumerate(asked):
-                try:
-                    pixels[row] = torch.from_numpy(centre_crop(_open(images[int(number)]), encoder.preprocess))
-                except (InputError, OSError) as error:
-                    is_right[row] = False
-                    _log.warning("%s: %s", names[number], printable(str(error)))
-            yield pixels.permute(0, 3, 1, 2).to(_device(encoder)), asked, is_right
-
-    x, used = _encode(encoder, batches(), len(images))
-    skipped = [names[i] for i in sorted(set(range(len(images))) - set(used))]
-    return ImageFeatures(x, [names[i] for i in used], np.full(len(used), -1), [], skipped)
-
-
-def _open(image: str | Path | Image.Image) -> Image.Image:
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
-    return decode_rgb(Path(image).read_bytes())
+def _read_list(
+    encoder: Encoder, images: Sequence[str | Path | Image.Image], names: list[str], batch_size: int
+) -> Iterator[_Batch]:
+    size = encoder.preprocess.size
+    for first in range(0, len(images), batch_size):
+        asked = np.arange(first, min(first + batch_size, len(images)))
+        pixels = torch.zeros(len(asked), size, size, 3, dtype=torch.uint8)
+        is_right = np.ones(len(asked), np.bool_)
+        for row, i in enumerate(asked.tolist()):
+            item = images[i]
+            try:
+                image = item.convert("RGB") if isinstance(item, Image.Image) else decode_rgb(Path(item).read_bytes())
+                pixels[row] = torch.from_numpy(centre_crop(image, encoder.preprocess))
+            except (InputError, OSError) as error:
+                is_right[row] = False
+                _log.warning("%s: %s", names[i], printable(str(error)))
+        yield pixels.permute(0, 3, 1, 2).to(encoder.device), asked, is_right
 
 
 def centre_crop(image: Image.Image, preprocess: Preprocess) -> NDArray[np.uint8]:
@@ -150,24 +140,8 @@ def _encode(encoder: Encoder, batches: Iterator[_Batch], count: int) -> tuple[ND
     used: list[int] = []
     encoder.eval()
     for pixels, asked, is_right in with_progress(batches, count, "encode images", True, lambda batch: len(batch[1])):
-        with torch.inference_mode(), _full_precision():
+        with torch.inference_mode(), without_tf32():
             x = encoder(pixels).float().cpu().numpy()
         parts.append(x[is_right])
         used += asked[is_right].tolist()
     return np.concatenate(parts), used
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Compute convolutions on a GPU without TF32, torch's default, which keeps 10 of the 23 bits."""
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = convolutions.fp32_precision
-    convolutions.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        convolutions.fp32_precision = before
-
-
-def _device(encoder: Encoder) -> torch.device:
-    return encoder.normalize.factor.device
