@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config.schema import DataConfig, ViewsConfig
-from trainer.data.dali_graph import Placement, eval_arrays, view_arrays, view_pipeline
+from trainer.data.dali_graph import Placement, eval_arrays, eval_recipe, view_arrays, view_pipeline
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.decoding import decode, decode_by_dali
 from trainer.data.image_probe import decode_rgb
@@ -380,6 +380,40 @@ class ViewLoader:
             _, copied = self._held[0]
             copied.synchronize()
             self._held.popleft()
+
+
+class CentreCrops(NamedTuple):
+    """One batch of centre crops for an evaluation."""
+
+    pixels: torch.Tensor  # (n, 3, S, S) uint8, channels_last, on the device; the next batch overwrites it
+    image_ids: NDArray[np.int64]  # (n,) images asked for
+    is_right: NDArray[np.bool_]  # (n,) False where another image is shown, because this one cannot be used
+
+
+def centre_crops(
+    index: Index,
+    image_ids: NDArray[np.int64],
+    recipe: ViewsConfig,
+    config: DataConfig,
+    *,
+    batch_size: int,
+    device: torch.device,
+) -> Iterator[CentreCrops]:
+    """Yield the centre crops of the images, in order. The last batch may be smaller."""
+    recipe = eval_recipe(recipe)
+    loader = ViewLoader(
+        index,
+        recipe,
+        config,
+        eval_requests(recipe, image_ids, batch_size),
+        batch_size=batch_size,
+        device=device,
+        first_step=0,
+        end_step=math.ceil(len(image_ids) / batch_size),
+    )
+    for batch in loader:
+        asked = image_ids[batch.step * batch_size :][:batch_size]
+        yield CentreCrops(batch.views, asked, asked == batch.image_ids)
 
 
 def _placement(index: Index, config: DataConfig, batch_size: int, device: torch.device) -> Placement:

@@ -6,7 +6,6 @@ Shapes: n images, F features, S the size of a view in pixels.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config.schema import Config
-from trainer.data.dali_graph import eval_recipe
 from trainer.data.index import Index
-from trainer.data.loader import ViewLoader, eval_requests
+from trainer.data.loader import CentreCrops, centre_crops
 from trainer.distributed.device import autocast_dtype, without_tf32
 from trainer.distributed.process_group import open_on_all_ranks, require_same
 from trainer.distributed.ranks import Ranks
@@ -107,11 +105,10 @@ def extract(encode: Encode, split: Split, place: Place, *, to_all: bool = True) 
     parts, used = [], []
     batches = _batches(split.index, own, place)
     title = f"encode images of {split.name}"
-    for pixels, asked, shown in with_progress(batches, len(own), title, place.ranks.is_first, _batch_size):
+    for pixels, asked, is_right in with_progress(batches, len(own), title, place.ranks.is_first, _batch_size):
         with torch.inference_mode(), in_precision(place):
             features = encode(pixels).float().cpu()
         # The loader shows another image instead of an unusable one, which does not count here.
-        is_right = asked == shown
         parts.append(features[torch.from_numpy(is_right)])
         used.append(asked[is_right])
 
@@ -133,8 +130,8 @@ def extract(encode: Encode, split: Split, place: Place, *, to_all: bool = True) 
     )
 
 
-def _batch_size(batch: tuple[Tensor, np.ndarray, np.ndarray]) -> int:
-    return len(batch[1])
+def _batch_size(batch: CentreCrops) -> int:
+    return len(batch.image_ids)
 
 
 def _check_finite(is_finite: np.ndarray, ids: np.ndarray, split: Split) -> None:
@@ -191,25 +188,10 @@ def raw_pixels(pixels: Tensor) -> Tensor:
     return pixels.flatten(1).float() / 255
 
 
-def _batches(index: Index, ids: np.ndarray, place: Place) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray]]:
-    """Yield (pixels, ids asked for, ids shown) of each batch."""
-    size = place.config.evaluate.images_per_batch
-    recipe = eval_recipe(place.config.views)
-    # The last batch may ask for fewer images than its size.
-    steps = math.ceil(len(ids) / size)
-    loader = ViewLoader(
-        index,
-        recipe,
-        place.config.data,
-        eval_requests(recipe, ids, size),
-        batch_size=size,
-        device=place.device,
-        first_step=0,
-        end_step=steps,
-    )
-    for batch in loader:
-        first = batch.step * size
-        yield batch.views, ids[first : first + size], batch.image_ids
+def _batches(index: Index, ids: np.ndarray, place: Place) -> Iterator[CentreCrops]:
+    config = place.config
+    size = config.evaluate.images_per_batch
+    return centre_crops(index, ids, config.views, config.data, batch_size=size, device=place.device)
 
 
 def _join(rows: Tensor, place: Place, *, to_all: bool) -> Tensor:

@@ -6,7 +6,6 @@ Shapes: n images, F features, S the size of the encoder's input in pixels.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,14 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
 from trainer.config.schema import DataConfig
-from trainer.data.dali_graph import eval_arrays, eval_recipe
+from trainer.data.dali_graph import eval_arrays
 from trainer.data.image_probe import decode_rgb
-from trainer.data.index import Index, open_index
+from trainer.data.index import open_index
 from trainer.data.index_build import some_names
-from trainer.data.loader import ViewLoader, eval_requests
+from trainer.data.loader import CentreCrops, centre_crops
 from trainer.data.printable import printable
 from trainer.distributed.device import without_tf32
 from trainer.errors import InputError
@@ -31,7 +29,6 @@ from trainer.progress import with_progress
 
 Images = str | Path | Sequence[str | Path | Image.Image]
 _log = logging.getLogger(__name__)
-_Batch = tuple[Tensor, NDArray[np.int64], NDArray[np.bool_]]  # pixels, ids, whether the pixels are those of the id
 
 
 class ImageFeatures(NamedTuple):
@@ -63,7 +60,14 @@ def features(encoder: Encoder, images: Images, *, split: str = ".", batch_size: 
             _log.warning("%s lists %d files that are not usable images", unusable, len(lines))
         names = [index.name(i) for i in range(len(index))]
         labels, class_names = np.asarray(index.labels, np.int64), index.class_names
-        batches = _read_index(encoder, index, batch_size)
+        batches = centre_crops(
+            index,
+            np.arange(len(index)),
+            encoder.preprocess.views,
+            DataConfig(max_skipped_share=1.0),
+            batch_size=batch_size,
+            device=encoder.device,
+        )
     else:
         names = [str(i) if isinstance(item, Image.Image) else printable(str(item)) for i, item in enumerate(images)]
         labels, class_names = np.full(len(names), -1), []
@@ -84,29 +88,9 @@ def features(encoder: Encoder, images: Images, *, split: str = ".", batch_size: 
     return ImageFeatures(x, used_names, labels[used], class_names, skipped)
 
 
-def _read_index(encoder: Encoder, index: Index, batch_size: int) -> Iterator[_Batch]:
-    ids = np.arange(len(index))
-    recipe = eval_recipe(encoder.preprocess.views)
-    loader = ViewLoader(
-        index,
-        recipe,
-        DataConfig(max_skipped_share=1.0),
-        eval_requests(recipe, ids, batch_size),
-        batch_size=batch_size,
-        device=encoder.device,
-        first_step=0,
-        end_step=math.ceil(len(ids) / batch_size),
-    )
-    for batch in loader:
-        first = batch.step * batch_size
-        asked = ids[first : first + batch_size]
-        # The loader shows another image instead of an unusable one.
-        yield batch.views, asked, asked == batch.image_ids
-
-
 def _read_list(
     encoder: Encoder, images: Sequence[str | Path | Image.Image], names: list[str], batch_size: int
-) -> Iterator[_Batch]:
+) -> Iterator[CentreCrops]:
     size = encoder.preprocess.size
     for first in range(0, len(images), batch_size):
         asked = np.arange(first, min(first + batch_size, len(images)))
@@ -120,7 +104,7 @@ def _read_list(
             except (InputError, OSError) as error:
                 is_right[row] = False
                 _log.warning("%s: %s", names[i], printable(str(error)))
-        yield pixels.permute(0, 3, 1, 2).to(encoder.device), asked, is_right
+        yield CentreCrops(pixels.permute(0, 3, 1, 2).to(encoder.device), asked, is_right)
 
 
 def centre_crop(image: Image.Image, preprocess: Preprocess) -> NDArray[np.uint8]:
@@ -134,7 +118,7 @@ def centre_crop(image: Image.Image, preprocess: Preprocess) -> NDArray[np.uint8]
     return np.array(image.resize((preprocess.size, preprocess.size), method, box))
 
 
-def _encode(encoder: Encoder, batches: Iterator[_Batch], count: int) -> tuple[NDArray[np.float32], list[int]]:
+def _encode(encoder: Encoder, batches: Iterator[CentreCrops], count: int) -> tuple[NDArray[np.float32], list[int]]:
     """Return the features (n, F) and the ids of the images that could be read."""
     parts = [np.zeros((0, encoder.num_features), np.float32)]
     used: list[int] = []
