@@ -284,6 +284,15 @@ def status(words: Words) -> int:
     return DONE
 
 
+def report(words: Words) -> int:
+    """Write one HTML page with the curves, figures and pictures of runs."""
+    from trainer.report.cli import add_report_arguments, run_report
+
+    parser = _parser(report)
+    add_report_arguments(parser)
+    return run_report(parser.parse_args(words))
+
+
 def prepare(words: Words) -> int:
     """Write tar shards with an index from an image folder or a named data set."""
     from trainer.data.cli import add_prepare_arguments, run_prepare
@@ -330,6 +339,7 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "knn": knn,
     "evaluate": evaluate,
     "status": status,
+    "report": report,
     "prepare": prepare,
     "check-data": check_data,
     "preview": preview,
