@@ -322,7 +322,7 @@ def bench(words: Words) -> int:
 
 
 def demo(words: Words) -> int:
-    """Train on real images for some minutes, evaluate the encoder, and end with a table and a picture."""
+    """Train on real images for some minutes, evaluate the encoder, and end with a table and a page of plots."""
     from trainer.tools.demo import add_arguments, run_demo
 
     parser = _parser(demo)

@@ -61,6 +61,10 @@ def write_report(folders: Sequence[Path], out: Path | None, num_images: int) -> 
 
     Raises InputError if a folder is not a run, and OSError if the page cannot be written."""
     run_dirs = find_runs(folders)
+    path = out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / "report.html"
+    if path.is_dir():
+        raise InputError(f"--out {path} is a folder: give the name of a file, such as {path / 'report.html'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     # These imports take seconds.
     from trainer.cluster.status import describe_runs
     from trainer.report.collect import collect_run
@@ -71,7 +75,6 @@ def write_report(folders: Sequence[Path], out: Path | None, num_images: int) -> 
     rows = describe_runs(run_dirs)
     runs = [collect_run(*about) for about in zip(run_dirs, _names(run_dirs), rows, strict=True)]
     shown = [_with_pictures(run, num_images) for run in runs]
-    path = out or (run_dirs[0] if len(runs) == 1 else Path()) / "report.html"
     write_text(path, render(shown))
     return path
 

@@ -13,6 +13,7 @@ import yaml
 
 from trainer.cluster.runs import number, read_json, text
 from trainer.config.changes import plain_settings
+from trainer.config.evaluation import PROTOCOLS
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 from trainer.errors import InputError
@@ -173,7 +174,7 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_results(folder: Path, steps_per_epoch: float | None, problems: list[str]) -> list[Result]:
-    """Read all results: checkpoints in the order of their steps, then the baselines."""
+    """Read all results: checkpoints in the order of their steps, then the baselines; each in the order of `PROTOCOLS`."""
     found = []
     # A name with a dot in front belongs to a result that is being written.
     for path in sorted(path for path in folder.glob("*.json") if not path.name.startswith(".")):
@@ -199,7 +200,12 @@ def _read_results(folder: Path, steps_per_epoch: float | None, problems: list[st
                 content,
             )
         )
-    return sorted(found, key=lambda result: (result.step is None, result.step or 0, result.checkpoint, result.file))
+
+    def order(result: Result) -> tuple[Any, ...]:
+        place = PROTOCOLS.index(result.protocol) if result.protocol in PROTOCOLS else len(PROTOCOLS)
+        return result.step is None, result.step or 0, result.checkpoint, place, result.file
+
+    return sorted(found, key=order)
 
 
 def _read_log(path: Path, problems: list[str]) -> dict[str, str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import math
+import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -21,12 +24,14 @@ from trainer.report.collect import Result, Run
 from trainer.report.paper import PAPER, Comparison, compare, recipe_of
 from trainer.report.pictures import Pictures
 from trainer.report.plots import Curve, Level, color_of, draw_bars, draw_curves
+from trainer.run.commit import git_commit
 
 _CURVES = {
     "loss": "loss",
     "lr": "learning rate",
     "images_per_s": "speed (images/s)",
     "effective_rank": "effective rank of embeddings",
+    "min_pivot": "smallest pivot (mean variances)",
 }
 _BASELINES = {"random": "untrained", "pixels": "pixels"}
 _MOST_CLASSES = 50  # of which all bars are drawn
@@ -66,7 +71,7 @@ def render(shown: Sequence[Shown]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(uri=_svg_uri, number=_number, color=color_of)
+    environment.filters.update(uri=_svg_uri, number=_number, words=_words, color=color_of)
     runs = [each.run for each in shown]
     template = environment.get_template("template.html.j2")
     return template.render(
@@ -85,6 +90,7 @@ def render(shown: Sequence[Shown]) -> str:
         diagnosed=[(run, result) for run in runs for result in run.last_results() if result.protocol == "diagnostics"],
         differences=_differences(runs),
         changed=[_not_default(run) for run in runs],
+        versions=_versions(),
         made=time.strftime("%Y-%m-%d %H:%M:%S %z"),
     )
 
@@ -96,6 +102,11 @@ def _printable(value: Any) -> Any:
 
 def _svg_uri(svg: bytes) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def _words(key: str) -> str:
+    """Return the key of a figure in words."""
+    return key.replace("_", " ").replace("top1", "top-1").replace("top5", "top-5")
 
 
 def _number(value: object) -> str:
@@ -132,6 +143,15 @@ def _head(run: Run) -> dict[str, str]:
     }
 
 
+def _versions() -> str:
+    """Return the versions with which the page was made, which may differ from those of the runs."""
+    found = [f"Python {platform.python_version()}"]
+    for package in ("torch", "nvidia-dali-cuda120", "timm", "matplotlib"):
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join([*found, f"commit {git_commit() or 'unknown'}"])
+
+
 def _or_unknown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else "?"
 
@@ -156,7 +176,7 @@ def _training_curves(runs: Sequence[Run]) -> list[Plot]:
             continue
         label = _CURVES.get(key, key.replace("_", " "))
         values = [value for curve in curves for value in curve.y]
-        is_wide = key not in _CURVES and min(values) > 0 and max(values) / min(values) > _WIDE_RATIO
+        is_wide = key not in all_metrics({}) and min(values) > 0 and max(values) / min(values) > _WIDE_RATIO
         svg = draw_curves(curves, "epoch", label, log="y" if is_wide else "")
         plots.append(Plot(label, svg, f"{label} against the epoch, last value {curves[0].y[-1]:.4g}"))
     return plots
@@ -179,7 +199,7 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
             levels += [Level(r.figures[key], _BASELINES[r.checkpoint], color_of(i)) for r in found if r.step is None]
         if curves:
             unit = " (%)" if "top" in key else ""
-            words = key.replace("_", " ")
+            words = _words(key)
             svg = draw_curves(curves, "epoch", words + unit, levels=levels, markers=True)
             title = f"{label}: {words}"
             plots.append(Plot(title, svg, f"{title} against the epoch, last value {curves[0].y[-1]:.4g}"))

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from trainer.data.printable import printable
 
@@ -66,11 +67,11 @@ def draw_curves(
     xlabel: str,
     ylabel: str,
     *,
-    log: Sequence[str] = (),
+    log: str = "",
     levels: Sequence[Level] = (),
     markers: bool = False,
 ) -> bytes:
-    """Draw curves. log: axes with a logarithmic scale, "x" or "y". markers: show each point and label the last one."""
+    """Draw curves. log: the letters of the axes with a logarithmic scale. markers: show each point and label the last one."""
     with rc_context(_STYLE):
         figure, axes = _axes(4.6, 2.9, xlabel, ylabel)
         for curve in curves:
@@ -80,12 +81,13 @@ def draw_curves(
             axes.plot(x, y, marker=marker, markersize=4, color=curve.color)
         for level in levels:
             axes.axhline(level.y, color=level.color, linestyle=":")
-        if "x" in log:
-            axes.set_xscale("log")
-        if "y" in log:
-            axes.set_yscale("log")
+        for axis in log:
+            axes.set(**{f"{axis}scale": "log"})
+            # matplotlib's own labels of powers are formulas.
+            getattr(axes, f"{axis}axis").set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         if markers:
-            axes.margins(x=0.08, y=0.12)
+            axes.margins(y=0.12)
+            axes.set_xlim(0, 1.06 * max(max(curve.x) for curve in curves))
             ends = [Level(curve.y[-1], f"{curve.y[-1]:.4g}", curve.color) for curve in curves]
             _label_levels(axes, [*ends, *(Level(one.y, f"{one.label} {one.y:.4g}", one.color) for one in levels)])
         return _svg(figure)
@@ -132,7 +134,7 @@ def _short(name: str) -> str:
 
 
 def _axes(width: float, height: float, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height))
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_axisbelow(True)
     axes.set_xlabel(xlabel)
@@ -145,5 +147,5 @@ def _svg(figure: Figure) -> bytes:
     with warnings.catch_warnings():
         # The reader's fonts draw the text, so it does not matter which characters matplotlib's font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return file.getvalue()
