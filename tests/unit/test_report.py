@@ -22,6 +22,7 @@ from trainer.report.paper import PAPER, compare
 from trainer.report.plots import thin_out
 from trainer.run.signals import StopRequest
 
+pytestmark = pytest.mark.slow  # most tests draw a page, or train
 ROOT = Path(__file__).parents[2]
 SCRIPT = "<script>alert(1)<"  # a folder cannot hold the slash of a closing tag
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -75,6 +76,15 @@ def test_the_page_shows_figures_classes_and_pictures(full_page: str, finished: P
     assert len(re.findall(r'class="thumb (?:right|wrong)"', full_page)) == 8 * 5
     assert seen.count("✓") + seen.count("✗") >= 8 * 5
     assert not re.search("no metrics yet|no evaluation yet|Not shown", seen)
+
+
+def test_a_neighbour_is_right_if_its_class_is_that_of_the_test_image(full_page: str) -> None:
+    table = full_page[full_page.index('<table class="neighbours">') :]
+    captions = re.findall(r"thumb ?(\w*)\".*?<figcaption>(?:<b.*?/b> )?(.*?)</figcaption>", table, re.DOTALL)
+    rows = [captions[first : first + 6] for first in range(0, 48, 6)]
+    for (_, asked), *found in rows:
+        assert [mark for mark, _ in found] == ["right" if name == asked else "wrong" for _, name in found]
+    assert {mark for mark, _ in captions} == {"", "right", "wrong"}
 
 
 def test_the_page_loads_nothing(full_page: str) -> None:
@@ -250,7 +260,7 @@ def test_long_curves_are_thinned_out_and_keep_their_ends() -> None:
 # --- in a browser ---
 
 # A page as narrow as a telephone needs a frame, because the window of a browser has a smallest width.
-FRAME = """<!DOCTYPE html><script>function check(frame) {
+FRAME = """<!DOCTYPE html><meta charset="utf-8"><script>function check(frame) {
   const page = frame.contentDocument, images = [...page.images];
   document.documentElement.textContent = JSON.stringify({
     images: images.length,
@@ -263,7 +273,6 @@ FRAME = """<!DOCTYPE html><script>function check(frame) {
 }</script><iframe width="WIDTH" height="900" frameborder="0" onload="check(this)" srcdoc="PAGE"></iframe>"""
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
 @pytest.mark.parametrize("width", [1200, 400])
 def test_a_browser_shows_the_page(full_page: str, tmp_path: Path, width: int) -> None:
