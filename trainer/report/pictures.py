@@ -50,13 +50,13 @@ class Pictures:
     checkpoint: str
     train: str
     """Images that the neighbours come from, as text."""
-    test: str
+    mapped: str
+    """Test images on the map, as text."""
     rows: list[tuple[Thumbnail, list[Thumbnail]]]
     """Test images, each with its nearest training images, the nearest first."""
     map: bytes
     legend: list[tuple[str, str]]
     """Colours and names of the classes on the map; empty: the images have no classes."""
-    map_images: int
     explained: float
     """Share of the variance that the two axes of the map explain."""
 
@@ -93,11 +93,10 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
     return Pictures(
         source.name,
         f"{len(train.ids):,} of {len(train_split.labelled):,} images of the split {train_split.name!r}",
-        f"{len(test.ids):,} of {len(test_split.labelled):,} images of the split {test_split.name!r}",
+        f"{len(kept):,} of {len(test_split.labelled):,} images of the split {test_split.name!r}",
         rows,
         draw_map(groups),
         legend,
-        len(kept),
         explained,
     )
 
