@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import TINY, write_images
 from trainer.cli import main
 from trainer.config.loading import load_settings
+from trainer.evaluate.features import Features
 from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
 from trainer.report.cli import write_report
 from trainer.report.collect import Result, Run
 from trainer.report.paper import PAPER, compare
+from trainer.report.pictures import find_neighbours
 from trainer.report.plots import thin_out
 from trainer.run.signals import StopRequest
 
@@ -255,6 +258,15 @@ def test_long_curves_are_thinned_out_and_keep_their_ends() -> None:
     assert len(x) == 1000
     assert (x[0], x[-1]) == (0, 12_344)
     assert thin_out([1.0], [2.0]) == ([1.0], [2.0])
+
+
+def test_neighbours_are_the_numbers_of_the_nearest_training_images() -> None:
+    def on_a_line(*positions: float) -> Features:
+        x = torch.tensor(positions, dtype=torch.float32)[:, None]
+        return Features(x, torch.zeros(len(x), dtype=torch.int64), ["one class"], 0)
+
+    found = find_neighbours(on_a_line(5, 1, 9, 3), on_a_line(1.1, 8), torch.device("cpu"))
+    assert found == [[1, 3, 0, 2], [2, 0, 3, 1]]
 
 
 # --- in a browser ---

@@ -78,7 +78,7 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
     train = extract(encode, _spread(train_split, num_images), evaluator.place)
     test = extract(encode, _spread(test_split, num_images), evaluator.place)
 
-    nearest = _neighbours(train, test, evaluator.place.device)
+    nearest = find_neighbours(train, test, evaluator.place.device)
     rows = []
     for number in _even(len(test.ids), _SHOWN):
         shown = _thumbnail(test_split, int(test.ids[number]), has_classes)
@@ -142,7 +142,7 @@ def _spread(split: Split, most: int) -> Split:
     return split.only(split.labelled[_even(len(split.labelled), most)])
 
 
-def _neighbours(train: Features, test: Features, device: torch.device) -> list[list[int]]:
+def find_neighbours(train: Features, test: Features, device: torch.device) -> list[list[int]]:
     """Return for each test image the numbers of its nearest training images, the nearest first."""
     # The search returns the labels of the neighbours, so each image gets its own number as a label.
     numbered = replace(train, labels=torch.arange(len(train.labels)))
