@@ -302,6 +302,15 @@ def status(words: Words) -> int:
     return DONE
 
 
+def report(words: Words) -> int:
+    """Write one HTML page with the curves, figures and pictures of runs."""
+    from trainer.report.cli import add_report_arguments, run_report
+
+    parser = _parser(report)
+    add_report_arguments(parser)
+    return run_report(parser.parse_args(words))
+
+
 def prepare(words: Words) -> int:
     """Write tar shards with an index from an image folder or a named data set."""
     from trainer.data.cli import add_prepare_arguments, run_prepare
@@ -331,7 +340,7 @@ def bench(words: Words) -> int:
 
 
 def demo(words: Words) -> int:
-    """Train on real images for some minutes, evaluate the encoder, and end with a table and a picture."""
+    """Train on real images for some minutes, evaluate the encoder, and end with a table and a page of plots."""
     from trainer.tools.demo import add_arguments, run_demo
 
     parser = _parser(demo)
@@ -350,6 +359,7 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "export": export,
     "features": features,
     "status": status,
+    "report": report,
     "prepare": prepare,
     "check-data": check_data,
     "preview": preview,

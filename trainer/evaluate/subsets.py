@@ -9,8 +9,9 @@ from trainer.evaluate.features import Split
 
 
 def stratified_share(split: Split, share: float, seed: int, *, at_least: int = 1) -> np.ndarray:
-    """Return the ids (m,), in increasing order, of `share` of the labelled images of each class, `at_least` so many of each.
+    """Return the ids (m,), in increasing order, of `share` of the labelled images of each class.
 
+    at_least: number of images of each class that are taken if the share is smaller.
     With the same seed, a smaller share is a part of a larger one. The ids do not depend on the number of ranks."""
     order = epoch_order(seed, 0, len(split.labels))
     labels = split.labels[order]

@@ -1,4 +1,4 @@
-"""Demo that pre-trains on real images, evaluates the encoder, and ends with a table and a picture.
+"""Demo that pre-trains on real images, evaluates the encoder, and ends with a table and a page of plots and pictures.
 
     wmse demo [--seed S] [--run_dir DIR] [--section.key value ...]
 
@@ -28,6 +28,7 @@ _MEASURES = {
     "linear_top1": "linear, raw features",
     "linear_standardised_top1": "linear, standardised",
 }
+_PROTOCOLS = ("--evaluate.protocols", "linear,knn,diagnostics")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,19 +46,17 @@ def run_demo(run_dir: Path, seed: int, settings: Sequence[str]) -> int:
     # Train, then measure the trained encoder, the untrained encoder and the raw pixels.
     common = ["--seed", str(seed), "--data.root", str(shipped_folder("demo_data")), *settings]
     _wmse("pretrain", "--config", "demo_fashion_mnist", "--run_dir", str(run_dir), *common)
-    trained = _measure("evaluate", run_dir, "last")
-    random = _measure("evaluate", run_dir, "random")
+    trained = _measure("evaluate", run_dir, "last", *_PROTOCOLS)
+    random = _measure("evaluate", run_dir, "random", *_PROTOCOLS)
     pixels = _measure("knn", run_dir, "pixels")
 
-    # Report the figures, and draw the loss, the figures and the views.
+    # Report the figures, and write the page.
     report = _report(trained, random, pixels)
     seconds = round(time.time() - began, 1)
     report |= {"seed": seed, "seconds": seconds}
     write_text(run_dir / "report.json", json.dumps(report, indent=1) + "\n")
-    config = str(run_dir / "config.yaml")
-    _wmse("preview", "--config", config, "--out", str(run_dir / "views.png"), "--images", "5")
-    picture = _draw(run_dir, report)
-    _print(report, picture)
+    page = _wmse("report", str(run_dir), capture=True).strip()
+    _print(report, page)
     return 0
 
 
@@ -83,8 +82,8 @@ def _wmse(*words: str, capture: bool = False) -> str:
     return done.stdout or ""
 
 
-def _measure(command: str, run_dir: Path, which: str) -> dict[str, Any]:
-    output = _wmse(command, "--run_dir", str(run_dir), "--checkpoint", which, capture=True)
+def _measure(command: str, run_dir: Path, which: str, *settings: str) -> dict[str, Any]:
+    output = _wmse(command, "--run_dir", str(run_dir), "--checkpoint", which, *settings, capture=True)
     return json.loads(output)
 
 
@@ -100,48 +99,7 @@ def _report(trained: dict[str, Any], random: dict[str, Any], pixels: dict[str, A
     return report
 
 
-def _draw(run_dir: Path, report: dict[str, Any]) -> Path:
-    """Draw the loss, the accuracies, and the views that the encoder learnt from; return the path of the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws into files, without a screen
-    from matplotlib import pyplot as plt
-
-    figure, (loss, bars, views) = plt.subplots(1, 3, figsize=(16, 5), width_ratios=(3, 3, 4))
-
-    # Left: the loss over the steps.
-    metrics = (run_dir / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in metrics.splitlines()]
-    steps = [line["step"] for line in lines]
-    losses = [line["loss"] for line in lines]
-    loss.plot(steps, losses)
-    loss.set(title="W-MSE 4 loss", xlabel="step", ylabel="loss (2: unrelated views)", ylim=(0, None))
-
-    # Middle: two bars for each measure, untrained and trained.
-    positions = range(len(_MEASURES))
-    encoders = ((-0.2, "random_", "untrained"), (0.2, "", "trained"))
-    for offset, prefix, label in encoders:
-        places = [position + offset for position in positions]
-        heights = [report[prefix + name] for name in _MEASURES]
-        drawn = bars.bar(places, heights, 0.38, label=label)
-        bars.bar_label(drawn, fmt="%.1f")
-    # A dotted line shows what k-NN reaches without an encoder.
-    bars.axhline(report["pixels_knn_top1"], color="grey", linestyle=":", label="5-nn of raw pixels")
-    labels = [label.replace(", ", ",\n") for label in _MEASURES.values()]  # one line each would overlap
-    bars.set(title="top-1, %", xticks=positions, xticklabels=labels, ylim=(40, 100))
-    bars.legend(loc="upper left")
-
-    # Right: the picture of the views.
-    views.imshow(plt.imread(run_dir / "views.png"))
-    views.set_title("images (left) and their views")
-    views.axis("off")
-    figure.tight_layout()
-    path = run_dir / "demo.png"
-    figure.savefig(path, dpi=100)
-    return path
-
-
-def _print(report: dict[str, Any], picture: Path) -> None:
+def _print(report: dict[str, Any], page: str) -> None:
     title = f"Fashion-MNIST, {report['test_images']} test images, {report['seconds']:.0f} s (top-1, %)"
     table = Table("", "untrained", "trained", "gain", title=title)
     for name, label in _MEASURES.items():
@@ -151,4 +109,4 @@ def _print(report: dict[str, Any], picture: Path) -> None:
     table.add_row("5-nn of raw pixels", "", f"{report['pixels_knn_top1']:.1f}", "")
     console = Console()
     console.print(table)
-    console.print(f"loss curve and views: {picture}", soft_wrap=True)
+    console.print(f"plots and pictures: {page}", soft_wrap=True)

@@ -1,0 +1,180 @@
+"""Pictures of what an encoder has learnt: nearest neighbours of test images, and a map of their features.
+
+Shapes: n images, F features.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trainer.data.decoding import decode
+from trainer.data.index import Index, open_images
+from trainer.distributed.ranks import Ranks
+from trainer.errors import InputError
+from trainer.evaluate.encoders import RunEvaluator
+from trainer.evaluate.features import Features, Split, extract
+from trainer.evaluate.knn import nearest_neighbours
+from trainer.report.plots import COLORS, OTHER, Curve, draw_map
+
+_SHOWN = 8  # test images with neighbours
+_NEIGHBOURS = 5
+_MAPPED = 1000  # test images on the map
+_THUMBNAIL = 96  # pixels
+_PNG_BYTES = 1 << 19  # a larger picture of photographs becomes a JPEG
+_OTHER_CLASSES = "other classes"
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """Image and its class. is_right: whether the class is that of the test image; None: the images have no classes."""
+
+    uri: str
+    name: str
+    label: str
+    is_right: bool | None = None
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Neighbours and map of the features of one checkpoint."""
+
+    checkpoint: str
+    train: str
+    """Images that the neighbours come from, as text."""
+    mapped: str
+    """Test images on the map, as text."""
+    rows: list[tuple[Thumbnail, list[Thumbnail]]]
+    """Test images, each with its nearest training images, the nearest first."""
+    map: bytes
+    legend: list[tuple[str, str]]
+    """Colours and names of the classes on the map; empty: the images have no classes."""
+    explained: float
+    """Share of the variance that the two axes of the map explain."""
+
+
+def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
+    """Encode at most `num_images` images of each split by the newest checkpoint, and draw.
+
+    Raises InputError or OSError if the checkpoint or the images are missing."""
+    evaluator = RunEvaluator(run_dir, [], Ranks())
+    try:
+        train_split, test_split = evaluator.splits
+        has_classes = True
+    except InputError:
+        # Without labelled splits, every second training image stands for a test image.
+        train_split, test_split = _halves(evaluator)
+        evaluator.splits = (train_split, test_split)
+        has_classes = False
+    encode, source = evaluator.encoder("last")
+    train = extract(encode, _spread(train_split, num_images), evaluator.place)
+    test = extract(encode, _spread(test_split, num_images), evaluator.place)
+
+    nearest = find_neighbours(train, test, evaluator.place.device)
+    rows = []
+    for number in _even(len(test.ids), _SHOWN):
+        shown = _thumbnail(test_split, int(test.ids[number]), has_classes)
+        found = [_thumbnail(train_split, int(train.ids[each]), has_classes) for each in nearest[number]]
+        marked = [replace(each, is_right=each.label == shown.label) if has_classes else each for each in found]
+        rows.append((shown, marked))
+
+    kept = torch.from_numpy(_even(len(test.ids), _MAPPED))
+    positions, explained = principal_axes(test.x[kept])
+    labels = [test.class_names[label] for label in test.labels[kept].tolist()] if has_classes else None
+    groups, legend = _groups(positions, labels)
+    return Pictures(
+        source.name,
+        f"{len(train.ids):,} of {len(train_split.labelled):,} images of the split {train_split.name!r}",
+        f"{len(kept):,} of {len(test_split.labelled):,} images of the split {test_split.name!r}",
+        rows,
+        draw_map(groups),
+        legend,
+        explained,
+    )
+
+
+def data_uri(image: Image.Image) -> str:
+    """Return a picture as a data URI: PNG, or JPEG if the PNG is large."""
+    file = io.BytesIO()
+    image.save(file, "png", optimize=True)
+    kind = "png"
+    if file.tell() > _PNG_BYTES:
+        file = io.BytesIO()
+        image.convert("RGB").save(file, "jpeg", quality=88)
+        kind = "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def principal_axes(x: Tensor) -> tuple[Tensor, float]:
+    """Project features (n, F) on their two principal axes: (n, 2), and the share of the variance that these explain."""
+    centred = x.double() - x.double().mean(0)
+    u, s, _ = torch.linalg.svd(centred, full_matrices=False)
+    scores = u[:, :2] * s[:2]
+    # One feature, or one image, has a single axis.
+    positions = torch.nn.functional.pad(scores, (0, 2 - scores.shape[1]))
+    variance = s.square()
+    total = float(variance.sum())
+    return positions, float(variance[:2].sum()) / total if total else 0.0
+
+
+def _halves(evaluator: RunEvaluator) -> tuple[Split, Split]:
+    data = evaluator.config.data
+    index = open_images(data, data.train_split)
+    everything = Split(data.train_split, index, np.zeros(len(index), np.int64), index.class_names or [""])
+    ids = np.arange(len(index))
+    return everything.only(ids[::2]), everything.only(ids[1::2])
+
+
+def _even(count: int, most: int) -> np.ndarray:
+    """Return at most `most` of the numbers 0..count-1, evenly spread."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+
+
+def _spread(split: Split, most: int) -> Split:
+    return split.only(split.labelled[_even(len(split.labelled), most)])
+
+
+def find_neighbours(train: Features, test: Features, device: torch.device) -> list[list[int]]:
+    """Return for each test image the numbers of its nearest training images, the nearest first."""
+    # The search returns the labels of the neighbours, so each image gets its own number as a label.
+    numbered = replace(train, labels=torch.arange(len(train.labels)))
+    k = min(_NEIGHBOURS, len(train.labels))
+    return nearest_neighbours(numbered, test, k, "euclidean", device).labels.tolist()
+
+
+def _thumbnail(split: Split, image_id: int, has_classes: bool) -> Thumbnail:
+    label = split.class_names[split.labels[image_id]] if has_classes else ""
+    return Thumbnail(data_uri(_small(split.index, image_id)), split.index.name(image_id), label)
+
+
+def _small(index: Index, image_id: int) -> Image.Image:
+    image = Image.fromarray(decode(index.read(image_id)))
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    return image
+
+
+def _groups(positions: Tensor, labels: list[str] | None) -> tuple[list[Curve], list[tuple[str, str]]]:
+    """Colour the most frequent classes; the others share one colour. Returns the points and the legend."""
+    x, y = positions.T.tolist()
+    if labels is None:
+        return [Curve(x, y, COLORS[0])], []
+    counts = Counter(labels)
+    colored = sorted(name for name, _ in counts.most_common(len(COLORS)))
+    groups, legend = [], []
+    if len(counts) > len(colored):
+        rest = [number for number, label in enumerate(labels) if label not in colored]
+        groups.append(Curve([x[number] for number in rest], [y[number] for number in rest], OTHER))
+        legend.append((OTHER, _OTHER_CLASSES))
+    for color, name in zip(COLORS, colored, strict=False):
+        own = [number for number, label in enumerate(labels) if label == name]
+        groups.append(Curve([x[number] for number in own], [y[number] for number in own], color))
+        legend.append((color, name))
+    return groups, legend

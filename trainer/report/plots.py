@@ -1,0 +1,151 @@
+"""Draw plots as SVG, all in the same style. Texts in them are data: names of classes are never read as formulas."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from trainer.data.printable import printable
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and three more.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A4FBF", "#8C6D31", "#B22255", "#555555")
+OTHER = "#BBBBBB"  # classes without a colour of their own
+_MOST_POINTS = 1000  # of a curve
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: smaller, and in the fonts of the reader
+    "svg.hashsalt": "wmse",  # the same plot gives the same file
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "lines.linewidth": 1.4,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one run, or of one class."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
+
+
+@dataclass(frozen=True)
+class Level:
+    """Dotted line across a plot, with a label beside it."""
+
+    y: float
+    label: str
+    color: str
+
+
+def color_of(number: int) -> str:
+    """Return the colour of the run of this number."""
+    return COLORS[number % len(COLORS)]
+
+
+def thin_out(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Keep at most 1,000 evenly spread points of a curve, the first and the last among them."""
+    count = min(len(x), _MOST_POINTS)
+    kept = [round(number * (len(x) - 1) / max(count - 1, 1)) for number in range(count)]
+    return [x[number] for number in kept], [y[number] for number in kept]
+
+
+def draw_curves(
+    curves: Sequence[Curve],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: str = "",
+    levels: Sequence[Level] = (),
+    markers: bool = False,
+) -> bytes:
+    """Draw curves. log: the letters of the axes with a logarithmic scale. markers: show each point and label the last one."""
+    with rc_context(_STYLE):
+        figure, axes = _axes(4.6, 2.9, xlabel, ylabel)
+        for curve in curves:
+            x, y = thin_out(curve.x, curve.y)
+            # A single point is invisible as a line.
+            marker = "o" if markers or len(x) == 1 else ""
+            axes.plot(x, y, marker=marker, markersize=4, color=curve.color)
+        for level in levels:
+            axes.axhline(level.y, color=level.color, linestyle=":")
+        for axis in log:
+            axes.set(**{f"{axis}scale": "log"})
+            # matplotlib's own labels of powers are formulas.
+            getattr(axes, f"{axis}axis").set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        if markers:
+            axes.margins(y=0.12)
+            axes.set_xlim(0, 1.06 * max(max(curve.x) for curve in curves))
+            ends = [Level(curve.y[-1], f"{curve.y[-1]:.4g}", curve.color) for curve in curves]
+            _label_levels(axes, [*ends, *(Level(one.y, f"{one.label} {one.y:.4g}", one.color) for one in levels)])
+        return _svg(figure)
+
+
+def _label_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    """Write labels at the right of the plot, each at its height, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    gap = (high - low) * 0.065
+    free = low - gap
+    for level in sorted(levels, key=lambda level: level.y):
+        free = max(level.y, free + gap)
+        at = (1.01, free)
+        axes.text(*at, level.label, color=level.color, va="center", fontsize=8, transform=axes.get_yaxis_transform())
+
+
+def draw_bars(names: Sequence[str], values: Sequence[float], xlabel: str, color: str) -> bytes:
+    """Draw a horizontal bar for each name, the first on top, with its value beside it."""
+    with rc_context(_STYLE):
+        figure, axes = _axes(4.6, 0.5 + 0.21 * len(names), xlabel, "")
+        drawn = axes.barh(range(len(names)), values, 0.7, color=color)
+        axes.bar_label(drawn, fmt="%.1f", padding=2, fontsize=8)
+        axes.set_yticks(range(len(names)), [_short(name) for name in names])
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(0, 108)
+        axes.set_xticks(range(0, 101, 20))
+        axes.grid(False, axis="y")
+        return _svg(figure)
+
+
+def draw_map(groups: Sequence[Curve]) -> bytes:
+    """Draw points, a colour for each group."""
+    with rc_context(_STYLE):
+        figure, axes = _axes(6.5, 5.2, "first principal axis", "second principal axis")
+        for group in groups:
+            axes.scatter(group.x, group.y, s=9, color=group.color, linewidths=0)
+        return _svg(figure)
+
+
+def _short(name: str) -> str:
+    """Return a name that can be drawn, at most 28 characters long."""
+    shown = printable(name)
+    return shown if len(shown) <= 28 else f"{shown[:27]}…"
+
+
+def _axes(width: float, height: float, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_axisbelow(True)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        # The reader's fonts draw the text, so it does not matter which characters matplotlib's font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    return file.getvalue()
