@@ -7,7 +7,8 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from trainer.report.collect import Result, Run
 from trainer.report.paper import PAPER, compare
 from trainer.report.pictures import find_neighbours
 from trainer.report.plots import thin_out
+from trainer.report.tables import figure_table
 from trainer.run.signals import StopRequest
 
 pytestmark = pytest.mark.slow  # most tests draw a page, or train
@@ -72,7 +74,7 @@ def test_the_page_shows_figures_classes_and_pictures(full_page: str, finished: P
     result = json.loads((finished / "eval" / "linear_2.json").read_text())
     seen = texts(full_page)
     assert f"{result['top1']:.2f}" in seen
-    assert "{:.2f} to {:.2f}".format(*result["interval95"]) in seen
+    assert "{:.1f} to {:.1f}".format(*result["interval95"]) in seen
     assert "12 of 32 images of the split 'train'" in seen
     assert re.search(r"The two principal axes explain [\d.]+ % of the variance", seen)
     # Each of the eight test images has five neighbours, each of which is right or wrong.
@@ -308,3 +310,48 @@ def browse(page: Path, folder: Path) -> tuple[str, str]:
                "--dump-dom", page.as_uri()]  # fmt: skip
     done = subprocess.run([BROWSER, *options], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout, done.stderr
+
+
+def result_of(step: str, top1: float, file: str = "", **content: Any) -> Result:
+    """Return a result of the linear probe for the table of figures."""
+    number = int(step) if step.isdigit() else None
+    epoch = None if number is None else number / 10
+    found = {"label": "linear", "protocol": "Adam", **content}
+    return Result(file or f"linear_{step}.json", "linear", step, number, epoch, {"top1": top1}, found)
+
+
+def test_the_table_has_a_column_for_each_encoder_and_a_row_for_each_setting() -> None:
+    """Baselines come first, and checkpoints of other runs last."""
+    results = [
+        result_of("100", 70.0),
+        result_of("20", 60.0),
+        result_of("random", 40.0),
+        result_of("pixels", 50.0),
+        result_of("100", 75.0, "linear_100_1a2b.json", protocol="Adam, 9 epochs"),
+        result_of("30", 55.0, "linear_30_5c6d.json", checkpoint_of_this_run=False),
+    ]
+    table = figure_table(cast(Run, SimpleNamespace(results=results, sources={}, config=None)))
+    assert table.columns == [
+        "pixels",
+        "untrained",
+        "step 20, epoch 2",
+        "step 100, epoch 10",
+        "30 of another run",
+    ]
+    rows = [
+        (row.how, row.is_of_run, {name: r.figures["top1"] for name, r in row.results.items()}) for row in table.rows
+    ]
+    assert rows == [
+        (
+            "Adam",
+            True,
+            {
+                "step 100, epoch 10": 70.0,
+                "step 20, epoch 2": 60.0,
+                "untrained": 40.0,
+                "pixels": 50.0,
+                "30 of another run": 55.0,
+            },
+        ),
+        ("Adam, 9 epochs", False, {"step 100, epoch 10": 75.0}),
+    ]

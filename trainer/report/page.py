@@ -21,9 +21,10 @@ from trainer.config.schema import Config
 from trainer.data.printable import printable
 from trainer.metrics import all_metrics
 from trainer.report.collect import Result, Run
-from trainer.report.paper import PAPER, Comparison, compare, recipe_of
+from trainer.report.paper import PAPER, recipe_of
 from trainer.report.pictures import Pictures
 from trainer.report.plots import Curve, Level, color_of, draw_bars, draw_curves
+from trainer.report.tables import figure_table
 from trainer.run.commit import git_commit
 
 _CURVES = {
@@ -80,7 +81,7 @@ def render(shown: Sequence[Shown]) -> str:
         heads=[_head(run) for run in runs],
         curves=_training_curves(runs),
         accuracy=_accuracy(runs),
-        figures=[(run, result, _comparison_of(run, result)) for run in runs for result in run.results],
+        tables=[figure_table(run) for run in runs if run.results],
         paper_names=[(run, recipe_of(run)) for run in runs],
         paper=PAPER,
         classes=[
@@ -187,7 +188,9 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
     kinds: dict[tuple[str, str], str] = {}
     for run in runs:
         for result in run.results:
-            kinds |= {(result.protocol, key): result.label for key in result.figures}
+            # Top-5 is in the table only, because twice as many plots would be harder to read.
+            shown = [key for key in result.figures if not key.endswith("top5")]
+            kinds |= {(result.protocol, key): result.label for key in shown}
     plots = []
     for (protocol, key), label in kinds.items():
         curves, levels = [], []
@@ -204,10 +207,6 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
             title = f"{label}: {words}"
             plots.append(Plot(title, svg, f"{title} against the epoch, last value {curves[0].y[-1]:.4g}"))
     return plots
-
-
-def _comparison_of(run: Run, result: Result) -> Comparison | None:
-    return compare(run, result) if result.is_of_run else None
 
 
 def _scored(run: Run) -> list[Result]:
