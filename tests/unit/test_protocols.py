@@ -165,6 +165,26 @@ def test_the_classifier_is_chosen_on_images_that_none_was_trained_on(
     assert result["classifiers"][1]["top1"] == result["top1"] == 100
 
 
+def test_classifiers_that_diverge_are_never_chosen(simple_set: Path, tmp_path: Path) -> None:
+    rates = ["--linear_sgd.weight_decays", "[1e30, 0.0]", "--linear_sgd.augment", "false"]
+    place = place_of(tmp_path, simple_set, *rates)
+    result = PROTOCOLS["linear_sgd"].measure(Subject(brightness, place, *open_splits(place)))
+    assert [row["diverged"] for row in result["classifiers"]] == [True, False]
+    assert result["chosen"] == 1
+    alone = place_of(tmp_path, simple_set, "--linear_sgd.weight_decays", "[1e30]")
+    with pytest.raises(InputError, match=r"linear_sgd diverged with learning rate 0\.1"):
+        PROTOCOLS["linear_sgd"].measure(Subject(brightness, alone, *open_splits(alone)))
+
+
+def test_fine_tuning_that_diverges_or_has_one_image_is_refused(tiny_set: Path, tmp_path: Path) -> None:
+    for settings, message in (
+        (("--finetune.learning_rate", "1e30"), "fine-tuning on 25pct of the labels diverged"),
+        (("--finetune.images_per_step", "1"), "BatchNorm needs two images"),
+    ):
+        with pytest.raises(InputError, match=message):
+            PROTOCOLS["finetune"].measure(subject_of(place_of(tmp_path, tiny_set, *settings)))
+
+
 class KilledError(Exception):
     """Stands for a kill."""
 

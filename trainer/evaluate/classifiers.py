@@ -58,6 +58,12 @@ class Classifiers(nn.Module):
         return logits.unflatten(1, (len(self.weights), -1)).transpose(0, 1)
 
 
+def diverged(classifiers: Classifiers) -> list[bool]:
+    """Return, for each classifier, whether its weights are not finite."""
+    pairs = zip(classifiers.weights, classifiers.biases, strict=True)
+    return [not bool(weight.isfinite().all() and bias.isfinite().all()) for weight, bias in pairs]
+
+
 def plan_training(
     num_images: int,
     place: Place,
@@ -151,8 +157,10 @@ def train_classifiers(
     state_path: Path | None = None,
     identity: str = "",
     title: str = "",
-) -> None:
+) -> bool:
     """Train the classifiers with SGD (Nesterov momentum) and a cosine schedule without warm-up. Every rank calls this.
+
+    Returns whether all losses were finite, the same on all ranks.
 
     encode: computes features of pixels, without a gradient. encoder: is trained as well, with the rate of the only
     classifier. Without both, the batches are features.
@@ -171,6 +179,7 @@ def train_classifiers(
     first_epoch = _restore(state_path, identity, classifiers, optimizer, place) if state_path else 0
     first_step = first_epoch * training.steps_per_epoch
 
+    is_finite = torch.ones((), device=place.device)
     forward: Encode | None = encoder if encoder is not None else encode
     found = batches(first_step, total)
     for step, (inputs, labels) in enumerate(
@@ -180,14 +189,15 @@ def train_classifiers(
         for group, (rate, _) in zip(optimizer.param_groups, training.rates, strict=True):
             group["lr"] = rate * factor
         labels = labels.to(place.device)
-        # Large batches go through the encoder in parts, as in an extraction of features.
-        part_size = place.config.evaluate.images_per_batch
-        for part, part_labels in zip(inputs.split(part_size), labels.split(part_size), strict=True):
+        # Large batches go through the encoder in equal parts, because BatchNorm learns from each part.
+        num_parts = math.ceil(len(inputs) / place.config.evaluate.images_per_batch)
+        for part, part_labels in zip(inputs.tensor_split(num_parts), labels.tensor_split(num_parts), strict=True):
             features = _features(forward, part.to(place.device), place, has_gradient=encoder is not None)
             logits = classifiers(features).flatten(0, 1)
             # The sum over the classifiers gives each the gradient that it would have alone.
             repeated = part_labels.repeat(len(training.rates))
             loss = functional.cross_entropy(logits, repeated, ignore_index=-1, reduction="sum")
+            is_finite *= loss.detach().isfinite()
             (loss / training.images_per_step).backward()
         _add_over_ranks([parameter.grad for parameter in trained if parameter.grad is not None], place)
         optimizer.step()
@@ -197,6 +207,9 @@ def train_classifiers(
             _keep(state_path, identity, epochs_done, classifiers, optimizer)
     if encoder is not None:
         _average_statistics(encoder, place)
+    if place.ranks.world_size > 1:
+        dist.all_reduce(is_finite, dist.ReduceOp.MIN)
+    return bool(is_finite)
 
 
 def _features(forward: Encode | None, inputs: Tensor, place: Place, *, has_gradient: bool) -> Tensor:

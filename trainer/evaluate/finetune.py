@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.errors import InputError
 from trainer.evaluate.classifiers import Classifiers, augmented_batches, plan_training, train_classifiers
 from trainer.evaluate.features import extract
 from trainer.evaluate.linear import add_share, share_name
@@ -32,10 +33,20 @@ def _measure(subject: Subject) -> dict[str, Any]:
             rates=[(config.learning_rate, config.weight_decay)],
             momentum=config.momentum,
         )
+        if training.images_per_step < 2 * place.ranks.world_size:
+            raise InputError(
+                f"fine-tuning on {name} of the labels has {len(split.labelled)} images for {place.ranks.world_size} ranks, but "
+                "BatchNorm needs two images on each: set larger finetune.shares, or start fewer ranks"
+            )
         encoder = _trainable_copy(subject.encode)
         classifier = Classifiers(subject.test.x.shape[1], len(split.class_names), 1).to(place.device)
         batches = augmented_batches(split, training, config.crop_area, place)
-        train_classifiers(classifier, training, batches, place, encoder=encoder, title=f"fine-tune, {name}")
+        is_finite = train_classifiers(classifier, training, batches, place, encoder=encoder, title=f"fine-tune, {name}")
+        if not is_finite:
+            raise InputError(
+                f"fine-tuning on {name} of the labels diverged with learning rate {config.learning_rate:g}: set a smaller "
+                "finetune.learning_rate"
+            )
         test = extract(encoder.eval(), subject.test_split, place)
         with torch.inference_mode():
             guesses = top_guesses(classifier(test.x.to(place.device))[0])

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.errors import InputError
 from trainer.evaluate.classifiers import (
     Classifiers,
     Training,
     augmented_batches,
+    diverged,
     plan_training,
     stored_batches,
     train_classifiers,
@@ -37,12 +39,17 @@ def _measure(subject: Subject) -> dict[str, Any]:
         held_back = stratified_share(learnt, config.held_back_share, place.config.seed, at_least=0)
         learnt = learnt.only(np.setdiff1d(learnt.labelled, held_back))
     classifiers, training, count = _train(subject, learnt, rates)
+    is_lost = diverged(classifiers)
+    if all(is_lost):
+        raise InputError(
+            f"linear_sgd diverged with learning rate {min(config.learning_rates):g}: set smaller linear_sgd.learning_rates"
+        )
 
     guesses = _guesses(classifiers, subject.test, place)
     rows: list[dict[str, Any]] = []
-    for (rate, decay), of_classifier in zip(rates, guesses, strict=True):
+    for (rate, decay), lost, of_classifier in zip(rates, is_lost, guesses, strict=True):
         found = accuracy(of_classifier, subject.test.labels)
-        row = {"learning_rate": rate, "weight_decay": decay}
+        row = {"learning_rate": rate, "weight_decay": decay, "diverged": lost}
         rows.append({**row, "top1": round(found.top1, 4), "top5": round(found.top5, 4)})
     chosen, choice = 0, "there is one classifier"
     if len(held_back):
@@ -50,7 +57,8 @@ def _measure(subject: Subject) -> dict[str, Any]:
         for row, of_classifier in zip(rows, _guesses(classifiers, held, place), strict=True):
             row["held_back_top1"] = round(accuracy(of_classifier, held.labels).top1, 4)
         # max returns the first of equal ones.
-        chosen = max(range(len(rows)), key=lambda number: rows[number]["held_back_top1"])
+        usable = [number for number, lost in enumerate(is_lost) if not lost]
+        chosen = max(usable, key=lambda number: rows[number]["held_back_top1"])
         choice = (
             f"the highest top-1 on {len(held.x)} training images that no classifier was trained on "
             f"({100 * config.held_back_share:g}% of each class); the first of equal ones"

@@ -48,9 +48,9 @@ class OnlineProbe:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, features: Tensor, labels: Tensor) -> None:
-        """Add the gradient and the counts of a micro-batch. features: (R, F). labels: (n,) int64, -1: no label."""
+        """Add the gradient and the counts of a micro-batch. features: (R, F), detached. labels: (n,) int64, -1: no label."""
         labels = labels.repeat(len(features) // len(labels))  # view-major: all images of view 0 come first
-        logits = functional.linear(features.detach().float(), self.weight, self.bias)
+        logits = functional.linear(features.float(), self.weight, self.bias)
         # Divide by a constant, so that ranks and micro-batches can be added up.
         loss = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum") / self._views_per_step
         loss.backward()
