@@ -157,10 +157,8 @@ def train_classifiers(
     state_path: Path | None = None,
     identity: str = "",
     title: str = "",
-) -> bool:
+) -> None:
     """Train the classifiers with SGD (Nesterov momentum) and a cosine schedule without warm-up. Every rank calls this.
-
-    Returns whether all losses were finite, the same on all ranks.
 
     encode: computes features of pixels, without a gradient. encoder: is trained as well, with the rate of the only
     classifier. Without both, the batches are features.
@@ -179,7 +177,6 @@ def train_classifiers(
     first_epoch = _restore(state_path, identity, classifiers, optimizer, place) if state_path else 0
     first_step = first_epoch * training.steps_per_epoch
 
-    is_finite = torch.ones((), device=place.device)
     forward: Encode | None = encoder if encoder is not None else encode
     found = batches(first_step, total)
     for step, (inputs, labels) in enumerate(
@@ -197,7 +194,6 @@ def train_classifiers(
             # The sum over the classifiers gives each the gradient that it would have alone.
             repeated = part_labels.repeat(len(training.rates))
             loss = functional.cross_entropy(logits, repeated, ignore_index=-1, reduction="sum")
-            is_finite *= loss.detach().isfinite()
             (loss / training.images_per_step).backward()
         _add_over_ranks([parameter.grad for parameter in trained if parameter.grad is not None], place)
         optimizer.step()
@@ -207,9 +203,6 @@ def train_classifiers(
             _keep(state_path, identity, epochs_done, classifiers, optimizer)
     if encoder is not None:
         _average_statistics(encoder, place)
-    if place.ranks.world_size > 1:
-        dist.all_reduce(is_finite, dist.ReduceOp.MIN)
-    return bool(is_finite)
 
 
 def _features(forward: Encode | None, inputs: Tensor, place: Place, *, has_gradient: bool) -> Tensor:

@@ -30,6 +30,10 @@ _STATISTICS_BATCHES = 20  # batches to estimate the BatchNorm statistics of an u
 Encode = Callable[[Tensor], Tensor]  # pixels (R, 3, S, S) uint8 -> features (R, F)
 
 
+class NotFiniteError(InputError):
+    """Features of an image hold NaN or infinity."""
+
+
 @dataclass(frozen=True)
 class Features:
     """Features of one split, in the order of its index."""
@@ -140,7 +144,7 @@ def _check_finite(is_finite: np.ndarray, ids: np.ndarray, split: Split) -> None:
     if len(wrong):
         first_id = int(ids[wrong[0]])
         first = split.index.name(first_id)
-        raise InputError(
+        raise NotFiniteError(
             f"the features of {len(wrong)} of {len(ids)} images of the split {split.name!r} hold NaN or infinity "
             f"(first: {first}). The encoder is damaged or overflows: try --evaluate.precision fp32 or an earlier checkpoint"
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.errors import InputError
 from trainer.evaluate.classifiers import Classifiers, augmented_batches, plan_training, train_classifiers
-from trainer.evaluate.features import extract
+from trainer.evaluate.features import NotFiniteError, extract
 from trainer.evaluate.linear import add_share, share_name
 from trainer.evaluate.protocol import Protocol, Subject
 from trainer.evaluate.scores import score, top_guesses
@@ -41,13 +41,14 @@ def _measure(subject: Subject) -> dict[str, Any]:
         encoder = _trainable_copy(subject.encode)
         classifier = Classifiers(subject.test.x.shape[1], len(split.class_names), 1).to(place.device)
         batches = augmented_batches(split, training, config.crop_area, place)
-        is_finite = train_classifiers(classifier, training, batches, place, encoder=encoder, title=f"fine-tune, {name}")
-        if not is_finite:
+        train_classifiers(classifier, training, batches, place, encoder=encoder, title=f"fine-tune, {name}")
+        try:
+            test = extract(encoder.eval(), subject.test_split, place)
+        except NotFiniteError as error:
             raise InputError(
                 f"fine-tuning on {name} of the labels diverged with learning rate {config.learning_rate:g}: set a smaller "
                 "finetune.learning_rate"
-            )
-        test = extract(encoder.eval(), subject.test_split, place)
+            ) from error
         with torch.inference_mode():
             guesses = top_guesses(classifier(test.x.to(place.device))[0])
         add_share(result, name, len(split.labelled), {**score(guesses, test), "epochs": epochs})
