@@ -38,18 +38,23 @@ def read_json_label(data: bytes, member: str) -> int | str | None:
         return None
     for key in JSON_KEYS:
         value = content.get(key)
-        # True and False are no class numbers, although they are integers in Python.
-        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-            if isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
-                raise InputError(f"{printable(member)}: the label {value} under {key!r} is too large")
+        if isinstance(value, str):
             return value
+        # True and False are no class numbers, although they are integers in Python.
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if abs(value) >= 10**_MOST_DIGITS:
+            raise InputError(f"{printable(member)}: the label {value} under {key!r} is too large")
+        return value
     return None
 
 
 def read_text_label(data: bytes) -> TextLabel:
     """Return the number that a KEY.txt holds, if it holds nothing else."""
     text = data.decode("utf-8", "replace")
-    return TextLabel(int(text) if _NUMBER.fullmatch(text) else None)
+    if not _NUMBER.fullmatch(text):
+        return TextLabel(None)
+    return TextLabel(int(text))
 
 
 def number_labels(
@@ -65,14 +70,9 @@ def number_labels(
     numbers or, if the labels are texts, those of `names_of_train` or the texts themselves, sorted; at most `max_classes`.
     Raises InputError naming an image whose label is not a class.
     """
-    texts = [label for label in stored if isinstance(label, TextLabel)]
-    are_captions = any(text.number is None for text in texts)
-    labels: list[int | str] = []
-    for label in stored:
-        if isinstance(label, TextLabel):
-            label = -1 if are_captions else label.number
-        labels.append(-1 if label is None else label)
+    labels = _plain_labels(stored)
     names = {label for label in labels if isinstance(label, str)}
+    # Some tools write numbers as texts in KEY.json.
     if names and all(map(_NUMBER.fullmatch, names)):
         labels = list(map(int, labels))
     elif names:
@@ -82,6 +82,19 @@ def number_labels(
         labels = _find_numbers(labels, class_names, display_names)
     numbers = np.array(labels, "<i4")
     return numbers, _name_classes(numbers, class_names, display_names, max_classes)
+
+
+def _plain_labels(stored: Sequence[StoredLabel]) -> list[int | str]:
+    """Return the number or the name of each label; -1 for none."""
+    texts = [label for label in stored if isinstance(label, TextLabel)]
+    # One text that is no number shows that all of them are captions.
+    are_captions = any(text.number is None for text in texts)
+    labels: list[int | str] = []
+    for label in stored:
+        if isinstance(label, TextLabel):
+            label = None if are_captions else label.number
+        labels.append(-1 if label is None else label)
+    return labels
 
 
 def _find_numbers(
