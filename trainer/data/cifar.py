@@ -13,6 +13,7 @@ from trainer.errors import InputError
 
 _CHANNELS, _SIDE = 3, 32
 _IMAGE_BYTES = _CHANNELS * _SIDE * _SIDE
+# CIFAR-10 has its training images in five files, CIFAR-100 in one.
 _TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 
 SPLITS = ["train", "test"]

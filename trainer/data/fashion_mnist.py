@@ -24,12 +24,17 @@ CLASS_NAMES = (
     "Bag",
     "Ankle boot",
 )
+# MNIST's own name for its test images is t10k.
 _STEMS = {"train": "train", "test": "t10k"}
 
 
 def list_splits(folder: Path) -> list[str]:
     """Return the splits whose images are in a folder."""
-    return [split for split, stem in _STEMS.items() if _find(folder, f"{stem}-images-idx3-ubyte")]
+    found = []
+    for split, stem in _STEMS.items():
+        if _find(folder, f"{stem}-images-idx3-ubyte"):
+            found.append(split)
+    return found
 
 
 def open_split(folder: Path, split: str) -> ArraySplit:

@@ -31,6 +31,7 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 _TARS = {"train": TRAIN_TAR, "val": VAL_TAR}
 _META = "data/meta.mat"
 _VAL_IDS = "data/ILSVRC2012_validation_ground_truth.txt"
+# Some mirrors have a folder around the members.
 _CLASS_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
 _VAL_IMAGE = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 
@@ -206,6 +207,7 @@ def _list_val(
         class_names = classes
     labels = {name: label for label, name in enumerate(class_names)}
     images = []
+    # Anything else in the tar is not an image of val.
     for member in list_members(file):
         found = _VAL_IMAGE.fullmatch(member.name)
         if not found or not member.isreg():
@@ -272,6 +274,7 @@ def _read_members(tar: tarfile.TarFile, names: tuple[str, ...]) -> dict[str, byt
 
 def _read_wnids(meta: bytes, devkit: Path) -> dict[int, str]:
     """Return the WNID of each ILSVRC2012_ID. The file also has the synsets above the classes, which have children."""
+    # Only this file needs scipy, so it is not a requirement of the program.
     try:
         scipy_io = importlib.import_module("scipy.io")
     except ImportError as error:

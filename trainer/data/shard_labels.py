@@ -105,6 +105,7 @@ def _find_numbers(
     """Replace the name of a class by its number. Raises InputError naming an image for an unknown name or a number."""
     numbers: dict[int | str, int | str] = {name: number for number, name in enumerate(class_names)}
     numbers[-1] = -1
+    # A set with numbers and names would not say which class a number means.
     for label, name in zip(labels, display_names, strict=True):
         if isinstance(label, int) and label != -1:
             raise InputError(f"{name}: the label {label} is a number, but other labels are names of classes")
@@ -130,6 +131,7 @@ def _name_classes(
     Raises InputError naming an image whose label is not a class.
     """
     if class_names is None:
+        # A single wrong label must not create millions of classes.
         num_classes = min(max(labels, default=-1) + 1, max_classes)
         class_names = [str(label) for label in range(num_classes)]
     # Labels are the numbers of classes; -1 means no label.

@@ -79,6 +79,7 @@ def _find_folder(path: Path, dest: Path, classes: Path | None, known: str, progr
     # Later the shards would count as a split or a class of the folder.
     if dest.resolve().is_relative_to(path.resolve()):
         raise InputError(f"{dest}: lies inside {path}, whose images it is made of: give a folder outside")
+    # One folder with the name of a split is enough: the others are then splits too.
     if any(name in SPLIT_NAMES for name in folders):
         return Source(folders, lambda split, scratch: _open_folder(path, split, None, classes, scratch, progress))
     if _holds_images(path):
@@ -87,6 +88,7 @@ def _find_folder(path: Path, dest: Path, classes: Path | None, known: str, progr
             raise InputError(f"{path}: --classes takes class folders, but its images are in none")
         # An empty list of classes means no labels.
         return Source(["train"], lambda split, scratch: _open_folder(path, WHOLE_FOLDER, [], None, scratch, progress))
+    # Without such a name, folders that hold images themselves can only be classes.
     if any(_holds_images(path / name) for name in folders):
         _log.info(
             "%s: has no folder named like a split (%s), so its %d folders are classes and become the split train",

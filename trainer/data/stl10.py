@@ -14,6 +14,7 @@ SPLITS = ["train", "test", "train+unlabeled"]
 
 def list_splits(path: Path) -> list[str]:
     """Return the splits of stl10_binary/, of which the unlabelled images may be missing, or of its archive."""
+    # An archive always has them, and looking into it would mean to uncompress it.
     has_unlabeled = path.is_file() or (path / "unlabeled_X.bin").is_file()
     return SPLITS if has_unlabeled else SPLITS[:2]
 

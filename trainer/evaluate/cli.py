@@ -66,6 +66,7 @@ def evaluate_run(options: argparse.Namespace, settings: Sequence[str], names: Se
         return _follow(options, settings, names)
     if options.poll_seconds is not None:
         raise InputError("--poll_seconds only applies to --follow: give --follow DIR, or remove it")
+    # This import takes seconds, so it follows the checks of the options.
     from trainer.evaluate.run import run_evaluation, run_foreign_evaluation
 
     if options.encoder is not None:

@@ -69,6 +69,7 @@ def uniformity(x: Tensor) -> float:
     d: distance of two features that are scaled to length 1."""
     x = functional.normalize(x, dim=1)
     total = 0.0
+    # In blocks, because all distances at once would need n^2 numbers.
     for block in x.split(_BLOCK):
         squared = (2 - 2 * block @ x.T).clamp_min(0)
         total += float((-2 * squared).exp().double().sum())
@@ -87,6 +88,7 @@ def alignment(subject: Subject) -> float:
     ranks = place.ranks
     per_rank = min(place.config.evaluate.images_per_batch, len(ids) // ranks.world_size)
     images_per_step = per_rank * ranks.world_size
+    # The plan and the loader of the pre-training draw the views, the same for any number of ranks.
     planner = Planner(
         recipe,
         seed=place.config.seed,
@@ -113,6 +115,7 @@ def alignment(subject: Subject) -> float:
         total += (first - second).square().sum().double()
     if ranks.world_size > 1:
         dist.all_reduce(total)
+    # All ranks together have seen this number of pairs.
     return total.item() / (steps * images_per_step)
 
 

@@ -54,6 +54,7 @@ class Evaluator:
 
         which: as for `run_evaluation`. Raises InputError if a protocol is named that cannot measure it."""
         chosen = list(PROTOCOLS) if "all" in names else list(names)
+        # "all" means all that are possible; a protocol that is named must not be left out silently.
         refused = [name for name in chosen if which == "pixels" and PROTOCOLS[name].trains_encoder]
         if refused and "all" not in names:
             raise InputError(f"{', '.join(refused)} trains the encoder, but raw pixels have none: remove it")

@@ -48,6 +48,7 @@ def run_foreign_evaluation(
     start_logging(None, ranks.rank)
     evaluator, loaded, source = open_foreign(encoder, configs, settings, ranks, out)
 
+    # The classes are compared after the process group has started, because all ranks open the splits together.
     def checked() -> tuple[Encode, Source]:
         check_classes(evaluator, loaded.class_names, encoder)
         return loaded, source
@@ -78,6 +79,7 @@ def _measure(
                 evaluator.results.write(source, name, result)
             except OSError as error:
                 failure = error
+    # In the order in which the protocols were asked for; empty on all ranks but rank 0.
     results = {name: found[name] for name in protocols if name in found}
     if results:
         print_table(source.name, results)

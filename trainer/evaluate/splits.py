@@ -76,7 +76,10 @@ def classes_with_images(split: Split) -> list[int]:
 def unusable_files(split: Split) -> int:
     """Count the files that were skipped when the split was indexed or prepared, by the list beside the index."""
     path = _list_of_unusable_files(split)
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
+    # Without such files there is no list.
+    if not path.exists():
+        return 0
+    return len(path.read_bytes().splitlines())
 
 
 def _list_of_unusable_files(split: Split) -> Path:
@@ -101,12 +104,14 @@ def _class_differences(train: Split, test: Split) -> list[str]:
     lines = []
     learnt = classes_with_images(train)
     tested = classes_with_images(test)
+    # The figures say nothing about these classes.
     untested = sorted(set(learnt) - set(tested))
     if untested:
         lines.append(
             f"the split {test.name!r} has no image of {len(untested)} of the {len(learnt)} classes, which are not measured: "
             f"{_some_names(test, untested)}"
         )
+    # No classifier can guess these classes.
     unknown = sorted(set(tested) - set(learnt))
     if unknown:
         num_images = np.isin(test.labels, unknown).sum()

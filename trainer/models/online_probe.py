@@ -54,6 +54,7 @@ class OnlineProbe:
         # Divide by a constant, so that ranks and micro-batches can be added up.
         loss = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum") / self._views_per_step
         loss.backward()
+        # No label is -1, which no guess equals.
         is_right = logits.argmax(1) == labels
         self._counts += torch.stack([is_right.sum(), (labels >= 0).sum()])
 
@@ -71,11 +72,13 @@ class OnlineProbe:
                 tensor.copy_(part.view_as(tensor))
         update(self._optimizer, self._learning_rate, skipped)
         self._optimizer.zero_grad()
+        # The counts of a skipped step do not count either, because the step is not part of the log.
         self._sums += torch.where(skipped, 0.0, self._counts)
         self._counts.zero_()
 
     def take(self) -> dict[str, Tensor]:
         """Return the metrics since the last call over all ranks, 0-d float64; NaN if no view had a label."""
+        # Without a labelled view this is 0 / 0, which is NaN.
         right, labelled = self._sums.unbind()
         top1 = 100 * right / labelled
         self._sums = torch.zeros_like(self._sums)
@@ -88,6 +91,7 @@ class OnlineProbe:
 
     def load(self, state: dict[str, Any]) -> bool:
         """Restore what `state` returned. Returns False, and changes nothing, if classes or features differ in number."""
+        # The run may continue on a set with other classes.
         if state["weight"].shape != self.weight.shape:
             return False
         with torch.no_grad():

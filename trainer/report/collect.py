@@ -66,6 +66,7 @@ class Result:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of `top1`, in percent."""
+        # A result of k-NN by cosine has several accuracies, and their intervals are elsewhere.
         limits = self.content.get("interval95")
         if not isinstance(limits, list) or len(limits) != 2:
             return None
@@ -142,6 +143,7 @@ def _read_config(path: Path, problems: list[str]) -> tuple[Config | None, dict[s
     except (InputError, OSError, ValueError, yaml.YAMLError) as error:
         problems.append(f"cannot read config.yaml: {error}")
         return None, {}
+    # The comments with the sources are lost when YAML is parsed, so the lines are read as text.
     sources = {}
     section = ""
     for line in content.splitlines():

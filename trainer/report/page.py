@@ -78,6 +78,7 @@ def render(shown: Sequence[Shown]) -> str:
         color=color_of,
     )
     runs = [each.run for each in shown]
+    # The template only lays out what is computed here.
     template = environment.get_template("template.html.j2")
     return template.render(
         shown=shown,
@@ -267,6 +268,7 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
             for key in result.figures:
                 kinds[result.protocol, key] = result.label
     plots = []
+    # One plot for each figure, with a curve for each run.
     for (protocol, key), label in kinds.items():
         curves: list[Curve] = []
         levels: list[Level] = []

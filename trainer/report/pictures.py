@@ -75,6 +75,7 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
         evaluator.splits = (train_split, test_split)
         has_classes = False
     encode, source = evaluator.encoder("last")
+    # A sample of the images is enough for pictures.
     train = extract(encode, _spread(train_split, num_images), evaluator.place)
     test = extract(encode, _spread(test_split, num_images), evaluator.place)
 
@@ -186,6 +187,8 @@ def _thumbnail(split: Split, image_id: int, has_classes: bool) -> Thumbnail:
 
 
 def _small(index: Index, image_id: int) -> Image.Image:
+    """Return an image, at most 96 pixels wide and high."""
+    # The decoder of the training gives the pixels that the encoder learnt from.
     image = Image.fromarray(decode(index.read(image_id)))
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     return image
