@@ -7,6 +7,7 @@ from typing import Literal
 
 from trainer.config.setting import setting
 
+# The protocols themselves are in trainer.evaluate.evaluator, whose import takes seconds.
 PROTOCOLS = ("linear", "linear_sgd", "knn", "knn_cosine", "few_labels", "finetune", "diagnostics")
 
 
@@ -34,6 +35,9 @@ class OnlineProbeConfig:
     """Train it in each step, on detached features, and log its accuracy. The encoder does not change by a single bit."""
     learning_rate: float = setting(1e-3, between=(0, None), shapes_result=False)
     """Learning rate of Adam, constant."""
+
+
+# The defaults below are those of the paper or of the field's practice, so that figures are comparable without options.
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 _TARS = {"train": TRAIN_TAR, "val": VAL_TAR}
 _META = "data/meta.mat"
 _VAL_IDS = "data/ILSVRC2012_validation_ground_truth.txt"
-# Some mirrors have a folder around the members.
+# The members may lie in a folder.
 _CLASS_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
 _VAL_IMAGE = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 
@@ -53,7 +53,7 @@ class TarImages:
         self.labels: npt.NDArray[np.int32] = np.array([image.label for image in images], np.int32)
         self._path = path
         self._images = images
-        # The file stays open; pread needs no position, so many threads can share it.
+        # The file stays open. Threads can share it, because pread does not use its position.
         self._file = path.open("rb", buffering=0)
 
     def __len__(self) -> int:

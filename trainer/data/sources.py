@@ -48,6 +48,7 @@ def find_source(source: str, dest: Path, classes: Path | None, download_dir: Pat
     """
     if source in SETS:
         return Source(list(SETS[source].splits), lambda split, _: _open_named(source, split, download_dir))
+    # Anything that is not the name of a set is a path.
     path = Path(source).expanduser()
     known = f"It must be a folder or archive in one of these layouts:\n{describe_layouts()}"
     if not path.exists():

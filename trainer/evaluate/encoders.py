@@ -96,7 +96,7 @@ def open_foreign(
         key = f"views.{field.name}"
         wanted = getattr(config.views, field.name)
         own = getattr(encoder.preprocess, field.name)
-        # A default is nobody's wish, but a setting that somebody gave must not be ignored silently.
+        # A default may be replaced, but a setting that the user gave must not be ignored silently.
         if sources[key] != DEFAULT and wanted != own:
             raise InputError(
                 f"{key} is {wanted}, but {source} needs {own}: remove {key}, since it follows from the encoder"

@@ -34,6 +34,7 @@ def _measure(subject: Subject) -> dict[str, Any]:
             rates=[(config.learning_rate, config.weight_decay)],
             momentum=config.momentum,
         )
+        # Each share begins with the encoder as it was pre-trained.
         encoder = _trainable_copy(subject.encode)
         num_features = subject.test.x.shape[1]
         classifier = Classifiers(num_features, len(split.class_names), 1).to(place.device)

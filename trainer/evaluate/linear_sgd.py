@@ -39,6 +39,7 @@ def _measure(subject: Subject) -> dict[str, Any]:
         learnt = learnt.only(np.setdiff1d(learnt.labelled, held_back))
     classifiers, training, count = _train(subject, learnt, rates)
 
+    # The test images measure every classifier, but choose none.
     guesses = _guesses(classifiers, subject.test, place)
     rows: list[dict[str, Any]] = []
     for (rate, decay), of_classifier in zip(rates, guesses, strict=True):
@@ -112,6 +113,7 @@ def _train(subject: Subject, split: Split, rates: list[tuple[float, float]]) -> 
         batches = stored_batches(stored, training, place)
     num_features = subject.test.x.shape[1]
     classifiers = Classifiers(num_features, len(split.class_names), len(rates)).to(place.device)
+    # The training is part of the identity, so that no progress of other settings is continued.
     train_classifiers(
         classifiers,
         training,

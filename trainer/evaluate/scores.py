@@ -32,6 +32,7 @@ def top_guesses(logits: Tensor) -> Tensor:
 
 def accuracy(guesses: Tensor, labels: Tensor) -> Accuracy:
     """Compute the accuracy of guesses (n, g). With fewer than five classes top-5 is 100, if every class can be guessed."""
+    # At most one of the guesses of an image is right.
     is_right = guesses == labels[:, None]
     # Entry i is the share of images whose label is among the first i + 1 guesses.
     percent = is_right.double().mean(0).cumsum(0) * 100

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer.errors import DONE
 
+# The names in trainer.export.formats.FORMATS, whose import takes seconds, and all of them.
 _FORMATS = ("timm", "torchvision", "onnx", "all")
 
 

@@ -65,6 +65,7 @@ def features(encoder: Encoder, images: Images, *, split: str = ".", batch_size: 
             device=encoder.device,
         )
     else:
+        # A list has no classes.
         names = [_name_of(item, i) for i, item in enumerate(images)]
         labels = np.full(len(names), -1)
         class_names = []
@@ -159,6 +160,7 @@ def centre_crop(image: Image.Image, preprocess: Preprocess) -> NDArray[np.uint8]
 
 def _encode(encoder: Encoder, batches: Iterator[CentreCrops], count: int) -> tuple[NDArray[np.float32], list[int]]:
     """Return the features (n, F) and the ids of the images that could be read."""
+    # An empty first part gives the right shape if no image can be read.
     parts = [np.zeros((0, encoder.num_features), np.float32)]
     used: list[int] = []
     encoder.eval()

@@ -35,6 +35,7 @@ def _write_timm(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
             f"timm has no ResNet with model.stem {model.stem}: use --format onnx, or --format all, whose folder "
             "trainer.export.load_encoder loads; docs/export.md shows how to build it from timm in four lines"
         )
+    # The folder already has the form of timm, so nothing else is written.
     network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     _compare(encoder, lambda pixels: network(encoder.normalize(pixels)), "timm")
 

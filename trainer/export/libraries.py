@@ -69,6 +69,7 @@ def load_torchvision(name: str, file: Path | None) -> Encoder:
         ) from error
     if not isinstance(getattr(backbone, "fc", None), nn.Linear):
         raise InputError(f"the torchvision model {name} has no classifier named fc: use the same model of timm")
+    # As in a backbone of timm: its number of features, and no classifier.
     backbone.num_features = backbone.fc.in_features
     backbone.fc = nn.Identity()
     facts = weights.transforms()

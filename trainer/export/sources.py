@@ -72,7 +72,7 @@ def _load_checkpoint(path: Path) -> Encoder:
     settings = content.get("config")
     if not isinstance(settings, dict):
         raise InputError(f"cannot use checkpoint {path}: it holds no settings")
-    # Folders and other settings of the machine are nobody else's business.
+    # An export may be published, so it does not name folders and other settings of the machine.
     shaping = {key for key, declared, _ in all_settings(Config()) if shapes_result(declared)}
     facts = {
         "checkpoint_sha256": content["sha256"],

@@ -54,25 +54,27 @@ class OnlineProbe:
         # Divide by a constant, so that ranks and micro-batches can be added up.
         loss = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum") / self._views_per_step
         loss.backward()
-        # No label is -1, which no guess equals.
+        # An image without a label has the label -1, which no guess equals.
         is_right = logits.argmax(1) == labels
         self._counts += torch.stack([is_right.sum(), (labels >= 0).sum()])
 
     def update(self, skipped: Tensor) -> None:
         """Apply the gradients of all ranks. skipped: 0-d bool; true changes nothing."""
-        weight_grad, bias_grad = self.weight.grad, self.bias.grad
+        weight_grad = self.weight.grad
+        bias_grad = self.bias.grad
         assert weight_grad is not None
         assert bias_grad is not None
         if self._ranks.world_size > 1:
             # One collective joins gradients and counts.
             flat = torch.cat([weight_grad.flatten(), bias_grad, self._counts])
             dist.all_reduce(flat)
-            sizes = [weight_grad.numel(), bias_grad.numel(), 2]
-            for tensor, part in zip((weight_grad, bias_grad, self._counts), flat.split(sizes), strict=True):
+            tensors = (weight_grad, bias_grad, self._counts)
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, part in zip(tensors, flat.split(sizes), strict=True):
                 tensor.copy_(part.view_as(tensor))
         update(self._optimizer, self._learning_rate, skipped)
         self._optimizer.zero_grad()
-        # The counts of a skipped step do not count either, because the step is not part of the log.
+        # A skipped step learns nothing, so its views do not count either.
         self._sums += torch.where(skipped, 0.0, self._counts)
         self._counts.zero_()
 

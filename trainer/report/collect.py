@@ -66,7 +66,7 @@ class Result:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of `top1`, in percent."""
-        # A result of k-NN by cosine has several accuracies, and their intervals are elsewhere.
+        # A result with several accuracies, such as that of k-NN by cosine, has their intervals under `by_k` or `shares`.
         limits = self.content.get("interval95")
         if not isinstance(limits, list) or len(limits) != 2:
             return None
@@ -164,7 +164,8 @@ def _read_config(path: Path, problems: list[str]) -> tuple[Config | None, dict[s
 def _read_bytes(path: Path, problems: list[str], last: int | None = None) -> bytes:
     """Read a file, or its `last` bytes; empty if it is missing or cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block
+        # Opening a named pipe would block.
+        if not stat.S_ISREG(path.stat().st_mode):
             problems.append(f"{path.name} is not a file")
             return b""
         with path.open("rb") as file:

@@ -63,6 +63,7 @@ class Shown:
 
 def render(shown: Sequence[Shown]) -> str:
     """Return the page."""
+    # Names of classes and files are not trusted, so each text is escaped, and a missing name is an error.
     environment = Environment(
         loader=PackageLoader("trainer.report", "."),
         autoescape=True,
@@ -354,6 +355,7 @@ def _spectra(runs: Sequence[Run]) -> Plot | None:
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """List the settings that differ between the runs, with the value of each run."""
+    # `Run.settings` is computed at each access.
     settings_of_runs = [run.settings for run in runs]
     # The settings of a run whose config cannot be read are empty.
     keys: dict[str, None] = {}
@@ -369,6 +371,7 @@ def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def _not_default(run: Run) -> list[tuple[str, str, str, str]]:
     """List key, value, default and source of the settings that differ from the defaults."""
+    # The runs may be older than this program, whose defaults are shown.
     defaults = plain_settings(Config())
     rows = []
     for key, value in run.settings.items():

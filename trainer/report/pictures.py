@@ -66,14 +66,7 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
 
     Raises InputError or OSError if the checkpoint or the images are missing."""
     evaluator = RunEvaluator(run_dir, [], Ranks())
-    try:
-        train_split, test_split = evaluator.splits
-        has_classes = True
-    except InputError:
-        # Without labelled splits, every second training image stands for a test image.
-        train_split, test_split = _halves(evaluator)
-        evaluator.splits = (train_split, test_split)
-        has_classes = False
+    train_split, test_split, has_classes = _open_splits(evaluator)
     encode, source = evaluator.encoder("last")
     # A sample of the images is enough for pictures.
     train = extract(encode, _spread(train_split, num_images), evaluator.place)
@@ -83,13 +76,11 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
     rows = []
     for number in _even(len(test.ids), _SHOWN):
         shown = _thumbnail(test_split, int(test.ids[number]), has_classes)
-        found = []
-        for train_number in nearest[number]:
-            neighbour = _thumbnail(train_split, int(train.ids[train_number]), has_classes)
-            # Without classes nobody can say whether a neighbour is right.
-            if has_classes:
-                neighbour = replace(neighbour, is_right=neighbour.label == shown.label)
-            found.append(neighbour)
+        ids = [int(train.ids[train_number]) for train_number in nearest[number]]
+        found = [_thumbnail(train_split, image_id, has_classes) for image_id in ids]
+        # Without classes, no neighbour is right or wrong.
+        if has_classes:
+            found = [replace(each, is_right=each.label == shown.label) for each in found]
         rows.append((shown, found))
 
     # More points than these would cover each other.
@@ -113,6 +104,19 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
 def _describe_images(count: int, split: Split) -> str:
     """Say how many images of a split are shown."""
     return f"{count:,} of {len(split.labelled):,} images of the split {split.name!r}"
+
+
+def _open_splits(evaluator: RunEvaluator) -> tuple[Split, Split, bool]:
+    """Return the training split, the test split, and whether they have classes."""
+    has_classes = True
+    try:
+        train_split, test_split = evaluator.splits
+    except InputError:
+        # Without labelled splits, every second training image stands for a test image.
+        train_split, test_split = _halves(evaluator)
+        evaluator.splits = (train_split, test_split)
+        has_classes = False
+    return train_split, test_split, has_classes
 
 
 def data_uri(image: Image.Image) -> str:

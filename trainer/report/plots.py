@@ -81,6 +81,7 @@ def draw_curves(
     with rc_context(_STYLE):
         figure, axes = _axes(4.6, 2.9, xlabel, ylabel)
         for curve in curves:
+            # A browser cannot show more points, and they would only make the page large.
             x, y = thin_out(curve.x, curve.y)
             # A single point is invisible as a line.
             marker = "o" if markers or len(x) == 1 else ""
