@@ -62,6 +62,7 @@ class DownloadFiles:
     def records(self, name: str, record_bytes: int) -> Bytes:
         """Return a file of records of equal length, (n, record_bytes), as a read-only mapping. Raises InputError."""
         data = self.read(name)
+        # The file has no header, so only its length shows that a part is missing.
         if len(data) % record_bytes:
             raise InputError(
                 f"{self.path}: {name} has {len(data)} bytes, not a multiple of {record_bytes}: it is cut off; get the "

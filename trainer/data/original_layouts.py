@@ -71,6 +71,7 @@ def _locate_imagenet(path: Path) -> Path | None:
 
 def _locate_fashion_mnist(path: Path) -> Path | None:
     """Return the folder of the IDX files, which torchvision keeps in FashionMNIST/raw/."""
+    # The folder itself, and those in which torchvision keeps the files.
     candidates = (path, path / "raw", path / "FashionMNIST" / "raw")
     return next((folder for folder in candidates if fashion_mnist.list_splits(folder)), None)
 

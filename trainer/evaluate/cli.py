@@ -62,6 +62,7 @@ def evaluate_run(options: argparse.Namespace, settings: Sequence[str], names: Se
     names: protocols; None: those of `evaluate.protocols`."""
     if options.config and options.encoder is None:
         raise InputError("--config only applies to --encoder: remove it, since a run has its own settings")
+    # Options that do not apply are refused rather than ignored.
     if options.follow is not None:
         return _follow(options, settings, names)
     if options.poll_seconds is not None:

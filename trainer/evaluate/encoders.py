@@ -53,6 +53,7 @@ class RunEvaluator(Evaluator):
 
     def encoder(self, which: str) -> tuple[Encode, Source]:
         """Return the function from pixels to features, and its source. which: as for `run_evaluation`."""
+        # These two need no checkpoint: they are the baselines.
         if which == "pixels":
             return raw_pixels, Source(which)
         if which == "random":

@@ -34,6 +34,7 @@ def open_splits(place: Place) -> tuple[Split, Split]:
             f"the split {train.name!r} in {data.root} has labelled images of one class only ({learnt_names}), on which "
             f"every encoder scores 100%: sort them into a folder for each class, {train.name}/CLASS/IMAGE"
         )
+    # Every test image would count as wrong, whatever the encoder.
     if set(learnt).isdisjoint(tested):
         raise InputError(
             f"the splits {train.name!r} and {test.name!r} in {data.root} have no class in common: the first has images of "

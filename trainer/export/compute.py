@@ -60,6 +60,7 @@ def features(encoder: Encoder, images: Images, *, split: str = ".", batch_size: 
             index,
             np.arange(len(index)),
             encoder.preprocess.views,
+            # Any share of the images may be unusable: they are skipped and named.
             DataConfig(max_skipped_share=1.0),
             batch_size=batch_size,
             device=encoder.device,

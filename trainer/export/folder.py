@@ -89,6 +89,7 @@ def _write_weights(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
         "first_conv": known.get("first_conv"),
         "classifier": known.get("classifier"),
     }
+    # What `load_encoder` needs to build the encoder again, and where the weights are from.
     own = {
         "name": encoder.name,
         "backbone": model.backbone,

@@ -88,6 +88,7 @@ class OnlineProbe:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
+        # The options of the optimizer follow from the settings, so only the moments are kept.
         moments = self._optimizer.state_dict()["state"]
         return {"weight": self.weight, "bias": self.bias, "sums": self._sums, "optimizer": moments}
 

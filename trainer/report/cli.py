@@ -61,7 +61,9 @@ def write_report(folders: Sequence[Path], out: Path | None, num_images: int) -> 
 
     Raises InputError if a folder is not a run, and OSError if the page cannot be written."""
     run_dirs = find_runs(folders)
-    path = out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / "report.html"
+    # The page of one run belongs into its folder; that of several runs belongs to none of them.
+    folder = run_dirs[0] if len(run_dirs) == 1 else Path()
+    path = out or folder / "report.html"
     if path.is_dir():
         raise InputError(f"--out {path} is a folder: give the name of a file, such as {path / 'report.html'}")
     path.parent.mkdir(parents=True, exist_ok=True)

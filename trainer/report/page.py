@@ -125,6 +125,7 @@ def _printable(value: Any) -> Any:
 
 
 def _svg_uri(svg: bytes) -> str:
+    """Return an SVG file as a data URI, so that the page needs no other file."""
     encoded = base64.b64encode(svg).decode()
     return f"data:image/svg+xml;base64,{encoded}"
 
@@ -135,6 +136,7 @@ def _words(key: str) -> str:
 
 
 def _number(value: object) -> str:
+    """Return a setting or a figure as text, with at most four digits of a fraction."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -206,6 +208,7 @@ def _versions() -> str:
 
 
 def _or_unknown(value: object) -> str:
+    """Return a whole number with separators of thousands; a question mark for anything else."""
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
@@ -324,6 +327,7 @@ def _classes(result: Result, color: str) -> tuple[Plot, int, list[list[Any]]]:
         if value is not None:
             values[name] = value
     shown = sorted(values, key=lambda name: -values[name])
+    # Of 1,000 classes, only the best and the worst are of interest.
     if len(shown) > _MOST_CLASSES:
         shown = [*shown[:_ENDS], *shown[-_ENDS:]]
     heights = [values[name] for name in shown]
