@@ -183,6 +183,7 @@ def _online_probe(
     """Build the online probe, and let the encoder keep its features; None if it is not enabled."""
     if not config.online_probe.enabled:
         return None
+    # With one class every guess is right.
     if len(class_names) < 2:
         raise InputError(
             "online_probe.enabled is true, but the training images have no classes: set it to false, or sort the images into "
@@ -190,6 +191,7 @@ def _online_probe(
         )
     if not isinstance(networks, EncoderNetwork):
         raise InputError(f"online_probe.enabled is true, but {config.method} does not keep features: set it to false")
+    # Only a run with the probe keeps them, because they take memory in each step.
     networks.keeps_features = True
     return OnlineProbe(
         networks.num_features,

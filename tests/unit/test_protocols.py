@@ -66,6 +66,11 @@ def brightness(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.float().mean((1, 2, 3))[:, None] / 128 - 1
 
 
+def check_and_measure(name: str, subject: Subject) -> dict[str, Any]:
+    PROTOCOLS[name].check(subject.place.config, subject.train_split, subject.test_split)
+    return PROTOCOLS[name].measure(subject)
+
+
 def random_features(count: int, num_classes: int, seed: int, noise: float = 1.0) -> Features:
     """Return features around one corner of a simplex for each class."""
     generator = torch.Generator().manual_seed(seed)
@@ -166,23 +171,41 @@ def test_the_classifier_is_chosen_on_images_that_none_was_trained_on(
 
 
 def test_classifiers_that_diverge_are_never_chosen(simple_set: Path, tmp_path: Path) -> None:
-    rates = ["--linear_sgd.weight_decays", "[1e30, 0.0]", "--linear_sgd.augment", "false"]
+    lost = ["--linear_sgd.epochs", "20", "--linear_sgd.learning_rates", "[1e6]", "--linear_sgd.augment", "false"]
+    rates = [*lost, "--linear_sgd.weight_decays", "[1e6, 0.0]"]
     place = place_of(tmp_path, simple_set, *rates)
     result = PROTOCOLS["linear_sgd"].measure(Subject(brightness, place, *open_splits(place)))
     assert [row["diverged"] for row in result["classifiers"]] == [True, False]
     assert result["chosen"] == 1
-    alone = place_of(tmp_path, simple_set, "--linear_sgd.weight_decays", "[1e30]")
-    with pytest.raises(InputError, match=r"linear_sgd diverged with learning rate 0\.1"):
+    alone = place_of(tmp_path, simple_set, *lost, "--linear_sgd.weight_decays", "[1e6]")
+    with pytest.raises(InputError, match=r"linear_sgd diverged with learning rate 1e\+06"):
         PROTOCOLS["linear_sgd"].measure(Subject(brightness, alone, *open_splits(alone)))
 
 
 def test_fine_tuning_that_diverges_or_has_one_image_is_refused(tiny_set: Path, tmp_path: Path) -> None:
     for settings, message in (
-        (("--finetune.learning_rate", "1e30"), "fine-tuning on 25pct of the labels diverged"),
-        (("--finetune.images_per_step", "1"), "BatchNorm needs two images"),
+        (
+            ("--finetune.learning_rate", "1e6", "--finetune.epochs", "[9, 2]"),
+            "fine-tuning on 25pct of the labels diverged",
+        ),
+        (("--finetune.images_per_step", "1"), "needs two images at a time"),
+        (("--evaluate.images_per_batch", "1"), "needs two images at a time"),
+        (("--evaluate.precision", "fp16"), "does not scale the loss"),
     ):
+        subject = subject_of(place_of(tmp_path, tiny_set, *settings))
         with pytest.raises(InputError, match=message):
-            PROTOCOLS["finetune"].measure(subject_of(place_of(tmp_path, tiny_set, *settings)))
+            check_and_measure("finetune", subject)
+
+
+def test_parts_of_a_batch_never_have_a_single_image(tiny_set: Path, tmp_path: Path) -> None:
+    """BatchNorm raises an error for a single image. 24 images in parts of at most 23, then 3 of at most 2."""
+    for images_per_batch, images_per_step in (("23", 24), ("2", 3)):
+        place = place_of(tmp_path, tiny_set, "--evaluate.images_per_batch", images_per_batch)
+        train = random_features(24, 3, seed=1)
+        training = plan_training(24, place, epochs=1, images_per_step=images_per_step, rates=[(0.1, 0.0)], momentum=0.9)
+        encoder = torch.nn.Sequential(torch.nn.BatchNorm1d(8))
+        batches = stored_batches(train, training, place)
+        train_classifiers(Classifiers(8, 3, 1), training, batches, place, encoder=encoder)
 
 
 class KilledError(Exception):
@@ -249,6 +272,7 @@ def test_two_ranks_measure_what_one_does(tiny_set: Path, tmp_path: Path) -> None
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
     assert first["0.weight"].sub(1).abs().max() > 1e-4
+    assert found[0]["diagnostics"]["alignment"] > 0.01
     for name in ("linear_sgd", "diagnostics"):
         one = PROTOCOLS[name].measure(subject_of(alone))
         for figure in one["figures"]:

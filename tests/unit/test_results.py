@@ -115,7 +115,9 @@ def test_results_of_images_that_have_changed_are_kept_under_another_name(
     assert list(found.values()) == [before]
 
 
-def test_a_result_is_written_before_the_next_protocol_starts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_written_before_the_next_protocol_starts(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(_: object) -> dict[str, Any]:
         raise KeyboardInterrupt
 
@@ -124,6 +126,13 @@ def test_a_result_is_written_before_the_next_protocol_starts(run_dir: Path, monk
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(run_dir, "last", [], ("linear", "knn"))
     assert set(kept(run_dir)) == {"linear_1.json"}
+    # With --out the results so far are in the file and on stdout.
+    capsys.readouterr()
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(run_dir, "last", [], ("linear", "knn"), run_dir / "out.json")
+    found = json.loads((run_dir / "out.json").read_text())
+    assert set(found) == {"linear"}
+    assert json.loads(capsys.readouterr().out) == found
 
 
 # --- results that cannot be written ---

@@ -7,6 +7,7 @@ from typing import Literal
 
 from trainer.config.setting import setting
 
+# The protocols themselves are in trainer.evaluate.evaluator, whose import takes seconds.
 PROTOCOLS = ("linear", "linear_sgd", "knn", "knn_cosine", "few_labels", "finetune", "diagnostics")
 
 
@@ -36,6 +37,9 @@ class OnlineProbeConfig:
     """Learning rate of Adam, constant."""
 
 
+# The defaults below are those of the paper or of the field's practice, so that figures are comparable without options.
+
+
 @dataclass(frozen=True)
 class LinearConfig:
     """Linear probe on frozen features, as in section 4 of the W-MSE paper: Adam, no augmentation."""
@@ -44,11 +48,11 @@ class LinearConfig:
     """Epochs."""
     batch_size: int = setting(1000, between=(1, None), shapes_result=False)
     """Batch size."""
-    rate_start: float = setting(1e-2, between=(1e-12, None), shapes_result=False)
+    rate_start: float = setting(1e-2, between=(1e-12, 1e6), shapes_result=False)
     """Learning rate of Adam in the first epoch."""
-    rate_end: float = setting(1e-6, between=(1e-12, None), shapes_result=False)
+    rate_end: float = setting(1e-6, between=(1e-12, 1e6), shapes_result=False)
     """Learning rate of Adam in the last epoch; it decays exponentially in between."""
-    weight_decay: float = setting(5e-6, between=(0, None), shapes_result=False)
+    weight_decay: float = setting(5e-6, between=(0, 1e6), shapes_result=False)
     """L2 weight decay."""
 
 
@@ -60,12 +64,12 @@ class LinearSGDConfig:
     """Epochs."""
     images_per_step: int = setting(4096, between=(1, None), shapes_result=False)
     """Global batch size. A smaller training set is one batch."""
-    learning_rates: tuple[float, ...] = setting((0.1,), between=(0, None), shapes_result=False)
+    learning_rates: tuple[float, ...] = setting((0.1,), between=(0, 1e6), shapes_result=False)
     """Learning rates at the start of the cosine schedule, for 256 images a step: each is multiplied by images_per_step/256.
     One classifier is trained for each pair of a rate and a weight decay, all in the same pass."""
-    weight_decays: tuple[float, ...] = setting((0.0,), between=(0, None), shapes_result=False)
+    weight_decays: tuple[float, ...] = setting((0.0,), between=(0, 1e6), shapes_result=False)
     """L2 weight decays. ImageNet practice: none or 1e-6."""
-    momentum: float = setting(0.9, between=(0, 1), shapes_result=False)
+    momentum: float = setting(0.9, between=(0, 0.9999), shapes_result=False)
     """Nesterov momentum."""
     crop_area: tuple[float, float] = setting((0.08, 1.0), shapes_result=False)
     """Smallest and largest area of a random crop, as a share of the image's area."""
@@ -113,11 +117,11 @@ class FinetuneConfig:
     """Epochs for each of the shares."""
     images_per_step: int = setting(1024, between=(1, None), shapes_result=False)
     """Global batch size. A smaller share is one batch."""
-    learning_rate: float = setting(0.05, between=(0, None), shapes_result=False)
+    learning_rate: float = setting(0.05, between=(0, 1e6), shapes_result=False)
     """Learning rate at the start of the cosine schedule, for 256 images a step: multiplied by images_per_step/256."""
-    momentum: float = setting(0.9, between=(0, 1), shapes_result=False)
+    momentum: float = setting(0.9, between=(0, 0.9999), shapes_result=False)
     """Nesterov momentum."""
-    weight_decay: float = setting(0.0, between=(0, None), shapes_result=False)
+    weight_decay: float = setting(0.0, between=(0, 1e6), shapes_result=False)
     """L2 weight decay."""
     crop_area: tuple[float, float] = setting((0.08, 1.0), shapes_result=False)
     """Smallest and largest area of a random crop, as a share of the image's area."""

@@ -71,7 +71,8 @@ class ArraySplit:
     def read(self, i: int) -> bytes:
         """Return image i encoded as PNG."""
         # The pixels may lie in another order in a mapped file.
-        return encode_png(Image.fromarray(np.ascontiguousarray(self.images[i])))
+        pixels = np.ascontiguousarray(self.images[i])
+        return encode_png(Image.fromarray(pixels))
 
 
 class JoinedSplits:
@@ -81,6 +82,7 @@ class JoinedSplits:
         self.class_names = parts[0].class_names
         self.labels: Labels = np.concatenate([part.labels for part in parts])
         self._parts = parts
+        # Number of images up to the end of each part.
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
@@ -97,9 +99,11 @@ class JoinedSplits:
 
     def read(self, i: int) -> bytes:
         """Return image i encoded as PNG."""
+        # The first part that ends behind image i holds it.
         number = int(np.searchsorted(self._ends, i, "right"))
         part = self._parts[number]
-        return part.read(i - int(self._ends[number]) + len(part))
+        start = int(self._ends[number]) - len(part)
+        return part.read(i - start)
 
 
 class ClassSubset:
@@ -113,6 +117,7 @@ class ClassSubset:
         for label, name in enumerate(classes):
             new_labels[whole.class_names.index(name)] = label
         labels = new_labels[whole.labels]
+        # Images without a label are in no class, so they are left out too.
         self._ids = np.flatnonzero(labels >= 0)
         self.labels: Labels = labels[self._ids]
         self._whole = whole
@@ -136,6 +141,7 @@ class ClassSubset:
 
 def _start_hash(labels: Labels, class_names: list[str]) -> Any:
     """Return a hash object that has taken in the labels and the class names."""
+    # Names of folders may hold bytes that are not UTF-8.
     digest = hashlib.blake2b(repr(class_names).encode("utf-8", "surrogateescape"), digest_size=16)
     digest.update(labels.tobytes())
     return digest

@@ -13,6 +13,7 @@ from trainer.errors import InputError
 
 _CHANNELS, _SIDE = 3, 32
 _IMAGE_BYTES = _CHANNELS * _SIDE * _SIDE
+# CIFAR-10 has its training images in five files, CIFAR-100 in one.
 _TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 
 SPLITS = ["train", "test"]
@@ -42,11 +43,15 @@ def open_cifar100_binary(path: Path, split: str, scratch: Path) -> ArraySplit:
 
 def _open_records(files: DownloadFiles, names: list[str], label_bytes: int, names_file: str) -> ArraySplit:
     """Open files of records, which hold `label_bytes` labels and an image each; the last label counts."""
-    batches = [files.records(f"{name}.bin", label_bytes + _IMAGE_BYTES) for name in names]
+    record_bytes = label_bytes + _IMAGE_BYTES
+    batches = [files.records(f"{name}.bin", record_bytes) for name in names]
     records = np.concatenate(batches)
     class_names = files.lines(names_file)
-    labels = check_labels(records[:, label_bytes - 1], class_names, files.path)
-    return ArraySplit(_to_images(records[:, label_bytes:]), labels, class_names)
+    # CIFAR-100 has a coarse label in front of the fine one.
+    last_labels = records[:, label_bytes - 1]
+    labels = check_labels(last_labels, class_names, files.path)
+    images = _to_images(records[:, label_bytes:])
+    return ArraySplit(images, labels, class_names)
 
 
 def _open_pickles(
@@ -59,35 +64,44 @@ def _open_pickles(
     """Open files that are pickled dictionaries with the pixels, (n, 3072), and the labels of n images."""
     pixels: list[Pixels] = []
     labels: list[int] = []
+    # A pickle may hold values of any type, so each is checked before it is used.
     for name in names:
         batch = _unpickle(files, name)
         data: Any = batch.get("data")
         batch_labels: Any = batch.get(labels_key)
-        if not _are_images(data) or not _are_labels(batch_labels, len(data)):
+        if not _are_images(data) or not _is_list_of(int, batch_labels) or len(batch_labels) != len(data):
             raise InputError(
                 f"{files.path}: {name} does not hold images of {_IMAGE_BYTES} bytes with as many {labels_key}: get the "
                 "archive again"
             )
         pixels.append(data)
         labels += batch_labels
-    class_names = _unpickle(files, names_file).get(names_key)
-    if not isinstance(class_names, list) or not all(isinstance(name, str) for name in class_names):
+    class_names: Any = _unpickle(files, names_file).get(names_key)
+    if not _is_list_of(str, class_names):
         raise InputError(f"{files.path}: {names_file} holds no list of {names_key}: get the archive again")
-    checked = check_labels(np.array(labels, np.int64), class_names, files.path)
-    return ArraySplit(_to_images(np.concatenate(pixels)), checked, class_names)
+    images = _to_images(np.concatenate(pixels))
+    all_labels = np.array(labels, np.int64)
+    return ArraySplit(images, check_labels(all_labels, class_names, files.path), class_names)
 
 
 def _are_images(data: object) -> bool:
-    return isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.shape[1:] == (_IMAGE_BYTES,)
+    """Return whether a value is an array of images, (n, 3072) uint8."""
+    if not isinstance(data, np.ndarray):
+        return False
+    return data.dtype == np.uint8 and data.shape[1:] == (_IMAGE_BYTES,)
 
 
-def _are_labels(labels: object, count: int) -> bool:
-    return isinstance(labels, list) and len(labels) == count and all(isinstance(label, int) for label in labels)
+def _is_list_of(kind: type, value: object) -> bool:
+    """Return whether a value is a list whose items are all of one type."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, kind) for item in value)
 
 
 def _to_images(rows: Pixels) -> Pixels:
     """Reorder rows of a red, a green and a blue plane: (n, 3072) -> (n, 32, 32, 3)."""
-    return rows.reshape(-1, _CHANNELS, _SIDE, _SIDE).transpose(0, 2, 3, 1)
+    planes = rows.reshape(-1, _CHANNELS, _SIDE, _SIDE)
+    return planes.transpose(0, 2, 3, 1)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -95,11 +109,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the few names that a pickled array refers to."""
-        if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
+        if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
         # The module has been renamed between versions of numpy.
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return np.empty(0).__reduce__()[0]
+            # The first part of a pickled array is the function that creates it again.
+            parts = np.empty(0).__reduce__()
+            return parts[0]
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which the original does not")
 
 

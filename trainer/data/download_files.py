@@ -34,14 +34,17 @@ class DownloadFiles:
             self._places = {file.name: _Place(file, 0, file.stat().st_size) for file in files}
             return
         tar_file = uncompress_shard(path, scratch)
+        # Only the headers are read here, and links and folders hold no data.
         try:
             with tarfile.open(tar_file, "r:") as tar:
                 members = [member for member in tar if member.isreg()]
         except tarfile.TarError as error:
             raise InputError(f"{path}: no tar archive, or damaged: {error}; get it again") from error
+        # The archives have one folder around all files, whose name does not matter.
         self._places = {}
         for member in members:
-            self._places[Path(member.name).name] = _Place(tar_file, member.offset_data, member.size)
+            name = Path(member.name).name
+            self._places[name] = _Place(tar_file, member.offset_data, member.size)
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -51,6 +54,7 @@ class DownloadFiles:
         if name not in self._places:
             raise InputError(f"{self.path}: {name} is missing: get the archive again")
         path, offset, nbytes = self._places[name]
+        # A mapping can neither be empty nor reach beyond the end of the file.
         if not nbytes or path.stat().st_size < offset + nbytes:
             raise InputError(f"{self.path}: {name} is empty or cut off: get the archive again")
         return np.asarray(np.memmap(path, np.uint8, "r", offset, (nbytes,)))
@@ -58,6 +62,7 @@ class DownloadFiles:
     def records(self, name: str, record_bytes: int) -> Bytes:
         """Return a file of records of equal length, (n, record_bytes), as a read-only mapping. Raises InputError."""
         data = self.read(name)
+        # The file has no header, so only its length shows that a part is missing.
         if len(data) % record_bytes:
             raise InputError(
                 f"{self.path}: {name} has {len(data)} bytes, not a multiple of {record_bytes}: it is cut off; get the "
@@ -68,7 +73,9 @@ class DownloadFiles:
     def lines(self, name: str) -> list[str]:
         """Return the lines of a text file that are not empty. Raises InputError."""
         text = self.read(name).tobytes().decode("utf-8", "surrogateescape")
-        return [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines()]
+        # CIFAR's lists of classes end with an empty line.
+        return [line for line in lines if line]
 
 
 def check_labels(labels: npt.NDArray[np.integer], class_names: list[str], path: Path) -> npt.NDArray[np.int32]:

@@ -24,22 +24,29 @@ CLASS_NAMES = (
     "Bag",
     "Ankle boot",
 )
+# MNIST's own name for its test images is t10k.
 _STEMS = {"train": "train", "test": "t10k"}
 
 
 def list_splits(folder: Path) -> list[str]:
     """Return the splits whose images are in a folder."""
-    return [split for split, stem in _STEMS.items() if _find(folder, f"{stem}-images-idx3-ubyte")]
+    found = []
+    for split, stem in _STEMS.items():
+        if _find(folder, f"{stem}-images-idx3-ubyte"):
+            found.append(split)
+    return found
 
 
 def open_split(folder: Path, split: str) -> ArraySplit:
     """Read a split from a folder of IDX files. Raises InputError for a file that is missing or damaged."""
-    images = _read_idx(folder, f"{_STEMS[split]}-images-idx3-ubyte")
-    labels = _read_idx(folder, f"{_STEMS[split]}-labels-idx1-ubyte")
+    stem = _STEMS[split]
+    images = _read_idx(folder, f"{stem}-images-idx3-ubyte")
+    labels = _read_idx(folder, f"{stem}-labels-idx1-ubyte")
     if images.ndim != 3 or labels.shape != images.shape[:1]:
         raise InputError(f"{folder}: split {split} has images {images.shape} and labels {labels.shape}: get it again")
     class_names = list(CLASS_NAMES)
-    return ArraySplit(images, check_labels(labels, class_names, folder), class_names)
+    checked_labels = check_labels(labels, class_names, folder)
+    return ArraySplit(images, checked_labels, class_names)
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -59,9 +66,15 @@ def _read_idx(folder: Path, name: str) -> Pixels:
             content = gzip.decompress(content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: damaged or cut off: {error}; get it again") from error
-    num_dimensions = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
+    # Without this beginning it is no IDX file of bytes, and gets the empty shape that is refused below.
+    num_dimensions = 0
+    if len(content) > 3 and content[:3] == b"\0\0\x08":
+        num_dimensions = content[3]
     start = 4 + 4 * num_dimensions
-    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
+    shape = []
+    for at in range(4, start, 4):
+        length = int.from_bytes(content[at : at + 4], "big")
+        shape.append(length)
     if not shape or len(content) != start + int(np.prod(shape)):
         raise InputError(f"{path}: no IDX file of bytes, or cut off: get it again")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

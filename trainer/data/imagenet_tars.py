@@ -31,6 +31,7 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 _TARS = {"train": TRAIN_TAR, "val": VAL_TAR}
 _META = "data/meta.mat"
 _VAL_IDS = "data/ILSVRC2012_validation_ground_truth.txt"
+# The members may lie in a folder.
 _CLASS_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
 _VAL_IMAGE = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 
@@ -52,7 +53,7 @@ class TarImages:
         self.labels: npt.NDArray[np.int32] = np.array([image.label for image in images], np.int32)
         self._path = path
         self._images = images
-        # The file stays open; pread needs no position, so many threads can share it.
+        # The file stays open. Threads can share it, because pread does not use its position.
         self._file = path.open("rb", buffering=0)
 
     def __len__(self) -> int:
@@ -69,8 +70,11 @@ class TarImages:
     def name(self, i: int) -> str:
         """Return the name of image i for messages: CLASS/FILE, or FILE for an image without a label."""
         image = self._images[i]
-        folder = f"{self.class_names[image.label]}/" if image.label >= 0 else ""
-        return printable(folder + image.name.rpartition("/")[2])
+        file_name = image.name.rpartition("/")[2]
+        if image.label < 0:
+            return printable(file_name)
+        class_name = self.class_names[image.label]
+        return printable(f"{class_name}/{file_name}")
 
     def read(self, i: int) -> bytes:
         """Return the bytes of image i. Raises OSError."""
@@ -95,15 +99,24 @@ def open_split(root: Path, split: str, progress: bool) -> TarImages:
     try:
         with path.open("rb") as file:
             if split == "train":
-                return TarImages(path, *_list_train(file, progress))
-            # Both splits number the classes in the same way, even if the tar of train lacks some.
-            class_names = None
-            if (root / TRAIN_TAR).is_file():
-                with (root / TRAIN_TAR).open("rb") as train:
-                    class_names = [name for name, _ in _list_class_tars(train)]
-            return TarImages(path, *_list_val(file, root / DEVKIT, class_names))
+                images, class_names = _list_train(file, progress)
+            else:
+                images, class_names = _list_val(file, root / DEVKIT, _classes_of_train(root))
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    return TarImages(path, images, class_names)
+
+
+def _classes_of_train(root: Path) -> list[str] | None:
+    """Return the classes of the tar of train, or None without this tar.
+
+    Both splits number the classes in the same way, even if the tar of train lacks some.
+    """
+    path = root / TRAIN_TAR
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return [name for name, _ in _list_class_tars(file)]
 
 
 def _list_class_tars(file: IO[bytes]) -> list[tuple[str, tarfile.TarInfo]]:
@@ -123,9 +136,12 @@ def _list_train(file: IO[bytes], progress: bool) -> tuple[list[_StoredImage], li
     """Return the images of all classes and the class names."""
     class_tars = _list_class_tars(file)
     images: list[_StoredImage] = []
-    for label, (_, class_tar) in enumerate(with_progress(class_tars, len(class_tars), "list train", progress)):
+    shown = with_progress(class_tars, len(class_tars), "list train", progress)
+    # The classes are sorted, so the position of a class is its label.
+    for label, (_, class_tar) in enumerate(shown):
+        part = _Part(file, class_tar.offset_data, class_tar.size)
         try:
-            images += _list_images(_Part(file, class_tar.offset_data, class_tar.size), label)
+            images += _list_images(part, label)
         except InputError as error:
             raise InputError(f"{printable(class_tar.name)}: {error}") from error
     return images, [name for name, _ in class_tars]
@@ -133,9 +149,14 @@ def _list_train(file: IO[bytes], progress: bool) -> tuple[list[_StoredImage], li
 
 def _list_images(part: "_Part", label: int) -> Iterator[_StoredImage]:
     """Yield the images of one class in the order of their names."""
-    members = [member for member in list_members(io.BufferedReader(part)) if member.isreg()]
-    for member in sorted(members, key=lambda member: member.name):
-        yield _StoredImage(member.name, label, part.start + member.offset_data, member.size)
+    # The buffer joins the many small reads of headers.
+    file = io.BufferedReader(part)
+    members = [member for member in list_members(file) if member.isreg()]
+    members.sort(key=lambda member: member.name)
+    for member in members:
+        # Offsets in the tar of the class become offsets in the tar around it.
+        offset = part.start + member.offset_data
+        yield _StoredImage(member.name, label, offset, member.size)
 
 
 class _Part(io.RawIOBase):
@@ -155,12 +176,19 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = base + offset
+        starts = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._position,
+            os.SEEK_END: self._size,
+        }
+        self._position = starts[whence] + offset
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        wanted = max(0, min(len(buffer), self._size - self._position))
+        # A position behind the end is allowed, and nothing can be read there.
+        rest = max(0, self._size - self._position)
+        wanted = min(len(buffer), rest)
+        # Other parts of the same file may have moved its position.
         self._file.seek(self.start + self._position)
         data = self._file.read(wanted)
         buffer[: len(data)] = data
@@ -175,9 +203,11 @@ def _list_val(
 ) -> tuple[list[_StoredImage], list[str]]:
     """Return the images of val and the class names, which are those of the devkit if `class_names` is None."""
     classes, class_of_image = _read_devkit(devkit)
-    class_names = classes if class_names is None else class_names
-    numbers = {name: label for label, name in enumerate(class_names)}
+    if class_names is None:
+        class_names = classes
+    labels = {name: label for label, name in enumerate(class_names)}
     images = []
+    # Anything else in the tar is not an image of val.
     for member in list_members(file):
         found = _VAL_IMAGE.fullmatch(member.name)
         if not found or not member.isreg():
@@ -185,12 +215,21 @@ def _list_val(
         number = int(found[1])
         if not 1 <= number <= len(class_of_image):
             raise InputError(f"{member.name}: {devkit} has labels of {len(class_of_image)} images only")
+        # The images are numbered from 1.
         class_name = class_of_image[number - 1]
-        if class_name not in numbers:
+        if class_name not in labels:
             raise InputError(f"{member.name}: its class {class_name} is not in {TRAIN_TAR}: get all of that file")
-        images.append(_StoredImage(member.name, numbers[class_name], member.offset_data, member.size))
+        images.append(
+            _StoredImage(
+                name=member.name,
+                label=labels[class_name],
+                offset=member.offset_data,
+                nbytes=member.size,
+            )
+        )
     if not images:
         raise InputError("holds no images such as ILSVRC2012_val_00000001.JPEG: get the original file")
+    # By name, so that the order does not depend on the program that wrote the tar.
     images.sort()
     return images, class_names
 
@@ -209,34 +248,46 @@ def _read_devkit(path: Path) -> tuple[list[str], list[str]]:
     except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {error}; get it again") from error
     wnids = _read_wnids(files[_META], path)
-    if unknown := sorted(set(ids) - set(wnids)):
+    unknown = sorted(set(ids) - wnids.keys())
+    if unknown:
         raise InputError(f"{path}: {_VAL_IDS} has the class {unknown[0]}, which {_META} lacks")
-    return sorted(wnids.values()), [wnids[number] for number in ids]
+    class_of_image = [wnids[number] for number in ids]
+    return sorted(wnids.values()), class_of_image
 
 
 def _read_members(tar: tarfile.TarFile, names: tuple[str, ...]) -> dict[str, bytes]:
     """Return the contents of FOLDER/NAME in the devkit for each name. Raises InputError."""
     found = {}
     for member in tar:
+        # The archive holds one folder around all files.
         name = member.name.partition("/")[2]
-        stream = tar.extractfile(member) if name in names and member.isreg() else None
+        if name not in names or not member.isreg():
+            continue
+        stream = tar.extractfile(member)
         if stream:
             found[name] = stream.read()
-    if missing := sorted(set(names) - set(found)):
+    missing = sorted(set(names) - found.keys())
+    if missing:
         raise InputError(f"{DEVKIT}: has no {missing[0]}: get it again")
     return found
 
 
 def _read_wnids(meta: bytes, devkit: Path) -> dict[int, str]:
     """Return the WNID of each ILSVRC2012_ID. The file also has the synsets above the classes, which have children."""
+    # Only this file needs scipy, so it is not a requirement of the program.
     try:
         scipy_io = importlib.import_module("scipy.io")
     except ImportError as error:
         raise InputError(f"{devkit}: reading {_META} needs the package scipy: pip install scipy") from error
+    wnids = {}
     try:
-        synsets = np.atleast_1d(scipy_io.loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
-        leaves = [synset for synset in synsets if int(synset["num_children"]) == 0]
-        return {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in leaves}
+        content = scipy_io.loadmat(io.BytesIO(meta), squeeze_me=True)
+        for synset in np.atleast_1d(content["synsets"]):
+            is_class = int(synset["num_children"]) == 0
+            if is_class:
+                number = int(synset["ILSVRC2012_ID"])
+                wnids[number] = str(synset["WNID"])
     # A damaged file raises nearly any type.
     except Exception as error:
         raise InputError(f"{devkit}: {_META} cannot be read: {error}; get it again") from error
+    return wnids

@@ -255,6 +255,7 @@ def _describe_missing_split(root: Path, split: str) -> str:
     splits = list_shard_splits(root) or [name for name in list_class_folders(root) if name in SPLIT_NAMES]
     if splits:
         setting = "train_split" if split == "train" else "test_split"
+        # Suggest train as the test split only if there is no other one.
         others = [name for name in splits if name != "train"] or splits
         advice = (
             f"Its splits are {some_names(splits)}: name one of them, such as --data.{setting} {printable(others[0])}, or "

@@ -89,6 +89,7 @@ def find_class_names(root: Path, split: str) -> list[str]:
     names = []
     if split != WHOLE_FOLDER and train.is_dir():
         names = list_class_folders(train)
+    # Otherwise the folder images/ would be taken for a class.
     if not names and tiny_imagenet.has_annotations(root / split):
         annotated = tiny_imagenet.read_annotations(root / split).values()
         names = tiny_imagenet.read_classes(root) or sorted(set(annotated))
@@ -150,6 +151,7 @@ def _list_annotated(listing: Listing, folder: Path) -> Listing:
     numbers = {name: label for label, name in enumerate(listing.class_names)}
     unknown = []
     for name in _list_files(folder, tiny_imagenet.IMAGES, listing.folders):
+        # No class has an empty name, so an image without an annotation is unknown as well.
         label = numbers.get(annotations.get(name, ""))
         if label is None:
             unknown.append(name)

@@ -18,9 +18,8 @@ class Layout(NamedTuple):
     holds: str  # for messages and --help
     locate: Callable[[Path], Path | None]  # the folder or archive, or None if the path is not in this layout
     list_splits: Callable[[Path], list[str]]
-    open_split: Callable[
-        [Path, str, Path, bool], SplitImages
-    ]  # (located, split, folder for scratch files, show progress)
+    # With (located, split, folder for scratch files, show progress).
+    open_split: Callable[[Path, str, Path, bool], SplitImages]
 
 
 def find_layout(path: Path) -> tuple[Layout, Path] | None:
@@ -28,7 +27,12 @@ def find_layout(path: Path) -> tuple[Layout, Path] | None:
 
     Raises InputError if a folder holds several data sets.
     """
-    found = [(layout, located) for layout in LAYOUTS if (located := layout.locate(path))]
+    found = []
+    for layout in LAYOUTS:
+        located = layout.locate(path)
+        if located:
+            found.append((layout, located))
+    # Taking the first one would ignore the others silently.
     if len(found) > 1:
         places = ", ".join(str(located) for _, located in found)
         raise InputError(f"{path}: holds several data sets: give one of them: {places}")
@@ -46,13 +50,17 @@ def _locate_download(folder: str, archive: str, marker: str, path: Path) -> Path
 
     marker: a file that the folder always has.
     """
+    # Somebody may have uncompressed the archive.
     archives = (archive, archive.removesuffix(".gz"))
     if path.is_file():
         return path if path.name in archives else None
-    candidates = [path, path / folder]
-    files = [path / name for name in archives]
-    found = [candidate for candidate in candidates if (candidate / marker).is_file()]
-    return next(iter(found + [file for file in files if file.is_file()]), None)
+    for candidate in (path, path / folder):
+        if (candidate / marker).is_file():
+            return candidate
+    for name in archives:
+        if (path / name).is_file():
+            return path / name
+    return None
 
 
 def _locate_imagenet(path: Path) -> Path | None:
@@ -63,6 +71,7 @@ def _locate_imagenet(path: Path) -> Path | None:
 
 def _locate_fashion_mnist(path: Path) -> Path | None:
     """Return the folder of the IDX files, which torchvision keeps in FashionMNIST/raw/."""
+    # The folder itself, and those in which torchvision keeps the files.
     candidates = (path, path / "raw", path / "FashionMNIST" / "raw")
     return next((folder for folder in candidates if fashion_mnist.list_splits(folder)), None)
 
@@ -74,6 +83,7 @@ def _cifar(
     marker: str,
     open_split: Callable[[Path, str, Path], SplitImages],
 ) -> Layout:
+    """Return one of the four layouts of CIFAR, which differ in names only. open_split: its function in `cifar`."""
     return Layout(
         title,
         f"{folder}/ or {archive}",

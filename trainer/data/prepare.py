@@ -19,7 +19,7 @@ from trainer.data.index_build import log_skipped
 from trainer.data.index_file import write_index
 from trainer.data.named_datasets import SETS
 from trainer.data.shard_writer import Shrink, write_shards
-from trainer.data.sources import find_source
+from trainer.data.sources import OpenedSplit, find_source
 from trainer.data.tar_shards import list_shards
 from trainer.errors import InputError
 from trainer.files import write_text
@@ -57,7 +57,8 @@ def prepare(
     # Check everything that can be wrong before anything is written.
     _check_arguments(source, dest, images_per_shard, shrink, classes)
     max_images = max_images or {}
-    found = find_source(source, dest, classes, download_dir or user_cache() / "downloads", progress)
+    download_dir = download_dir or user_cache() / "downloads"
+    found = find_source(source, dest, classes, download_dir, progress)
     splits = _choose_splits(source, found.splits, splits, max_images)
     with _partial_folder(dest) as partial:
         scratch = partial / SCRATCH
@@ -68,29 +69,59 @@ def prepare(
         class_names = _common_classes(source, names_by_split)
         counts = {}
         # Write one split after the other; an interruption loses only the current one.
-        for split, (images, skipped) in sources.items():
-            limit = min(max_images.get(split, len(images)), len(images))
-            # A split is complete only if it was written with the same settings.
-            settings = json.dumps([images.fingerprint, class_names, limit, images_per_shard, shrink])
-            if not _is_complete(partial, split, settings):
-                # Shards, index and mark are written in this order: a split without the mark is written again.
-                content = write_shards(
-                    images,
-                    partial,
-                    split=split,
-                    class_names=class_names,
-                    skipped=skipped,
-                    limit=limit,
-                    images_per_shard=images_per_shard,
-                    shrink=shrink,
-                    progress=progress,
-                )
-                write_index(partial / f"{split}.index", content)
-                log_skipped(content, dest / f"{split}.skipped.txt")
-                write_text(partial / f"{split}{_COMPLETE}", settings)
+        for split, opened in sources.items():
+            num_images = len(opened.images)
+            _write_split(
+                opened,
+                partial,
+                split,
+                dest=dest,
+                class_names=class_names,
+                limit=min(max_images.get(split, num_images), num_images),
+                images_per_shard=images_per_shard,
+                shrink=shrink,
+                progress=progress,
+            )
             index = Index(partial / f"{split}.index", partial, list_shards(partial, split))
             counts[split] = len(index)
         _write_description(partial / "dataset.json", source, counts, class_names, shrink)
+
+
+def _write_split(
+    opened: OpenedSplit,
+    partial: Path,
+    split: str,
+    *,
+    dest: Path,
+    class_names: list[str],
+    limit: int,
+    images_per_shard: int,
+    shrink: Shrink | None,
+    progress: bool,
+) -> None:
+    """Write shards and index of a split to the folder `partial`, unless an earlier call has completed it.
+
+    dest: the final name of that folder, for messages. limit: number of images to write. The others are as for `prepare`.
+    """
+    # A split is complete only if it was written with the same settings.
+    settings = json.dumps([opened.images.fingerprint, class_names, limit, images_per_shard, shrink])
+    if _is_complete(partial, split, settings):
+        return
+    # Shards, index and mark are written in this order: a split without the mark is written again.
+    content = write_shards(
+        opened.images,
+        partial,
+        split=split,
+        class_names=class_names,
+        skipped=opened.skipped,
+        limit=limit,
+        images_per_shard=images_per_shard,
+        shrink=shrink,
+        progress=progress,
+    )
+    write_index(partial / f"{split}.index", content)
+    log_skipped(content, dest / f"{split}.skipped.txt")
+    write_text(partial / f"{split}{_COMPLETE}", settings)
 
 
 def _write_description(

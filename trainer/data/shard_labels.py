@@ -38,18 +38,23 @@ def read_json_label(data: bytes, member: str) -> int | str | None:
         return None
     for key in JSON_KEYS:
         value = content.get(key)
-        # True and False are no class numbers, although they are integers in Python.
-        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-            if isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
-                raise InputError(f"{printable(member)}: the label {value} under {key!r} is too large")
+        if isinstance(value, str):
             return value
+        # True and False are no class numbers, although they are integers in Python.
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if abs(value) >= 10**_MOST_DIGITS:
+            raise InputError(f"{printable(member)}: the label {value} under {key!r} is too large")
+        return value
     return None
 
 
 def read_text_label(data: bytes) -> TextLabel:
     """Return the number that a KEY.txt holds, if it holds nothing else."""
     text = data.decode("utf-8", "replace")
-    return TextLabel(int(text) if _NUMBER.fullmatch(text) else None)
+    if not _NUMBER.fullmatch(text):
+        return TextLabel(None)
+    return TextLabel(int(text))
 
 
 def number_labels(
@@ -65,14 +70,9 @@ def number_labels(
     numbers or, if the labels are texts, those of `names_of_train` or the texts themselves, sorted; at most `max_classes`.
     Raises InputError naming an image whose label is not a class.
     """
-    texts = [label for label in stored if isinstance(label, TextLabel)]
-    are_captions = any(text.number is None for text in texts)
-    labels: list[int | str] = []
-    for label in stored:
-        if isinstance(label, TextLabel):
-            label = -1 if are_captions else label.number
-        labels.append(-1 if label is None else label)
+    labels = _plain_labels(stored)
     names = {label for label in labels if isinstance(label, str)}
+    # Some tools write numbers as texts in KEY.json.
     if names and all(map(_NUMBER.fullmatch, names)):
         labels = list(map(int, labels))
     elif names:
@@ -84,6 +84,19 @@ def number_labels(
     return numbers, _name_classes(numbers, class_names, display_names, max_classes)
 
 
+def _plain_labels(stored: Sequence[StoredLabel]) -> list[int | str]:
+    """Return the number or the name of each label; -1 for none."""
+    texts = [label for label in stored if isinstance(label, TextLabel)]
+    # One text that is no number shows that all of them are captions.
+    are_captions = any(text.number is None for text in texts)
+    labels: list[int | str] = []
+    for label in stored:
+        if isinstance(label, TextLabel):
+            label = None if are_captions else label.number
+        labels.append(-1 if label is None else label)
+    return labels
+
+
 def _find_numbers(
     labels: Sequence[int | str],
     class_names: list[str],
@@ -92,6 +105,7 @@ def _find_numbers(
     """Replace the name of a class by its number. Raises InputError naming an image for an unknown name or a number."""
     numbers: dict[int | str, int | str] = {name: number for number, name in enumerate(class_names)}
     numbers[-1] = -1
+    # A set with numbers and names would not say which class a number means.
     for label, name in zip(labels, display_names, strict=True):
         if isinstance(label, int) and label != -1:
             raise InputError(f"{name}: the label {label} is a number, but other labels are names of classes")
@@ -117,6 +131,7 @@ def _name_classes(
     Raises InputError naming an image whose label is not a class.
     """
     if class_names is None:
+        # A single wrong label must not create millions of classes.
         num_classes = min(max(labels, default=-1) + 1, max_classes)
         class_names = [str(label) for label in range(num_classes)]
     # Labels are the numbers of classes; -1 means no label.

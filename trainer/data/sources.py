@@ -48,6 +48,7 @@ def find_source(source: str, dest: Path, classes: Path | None, download_dir: Pat
     """
     if source in SETS:
         return Source(list(SETS[source].splits), lambda split, _: _open_named(source, split, download_dir))
+    # Anything that is not the name of a set is a path.
     path = Path(source).expanduser()
     known = f"It must be a folder or archive in one of these layouts:\n{describe_layouts()}"
     if not path.exists():
@@ -79,6 +80,7 @@ def _find_folder(path: Path, dest: Path, classes: Path | None, known: str, progr
     # Later the shards would count as a split or a class of the folder.
     if dest.resolve().is_relative_to(path.resolve()):
         raise InputError(f"{dest}: lies inside {path}, whose images it is made of: give a folder outside")
+    # One folder with the name of a split is enough: the others are then splits too.
     if any(name in SPLIT_NAMES for name in folders):
         return Source(folders, lambda split, scratch: _open_folder(path, split, None, classes, scratch, progress))
     if _holds_images(path):
@@ -87,6 +89,7 @@ def _find_folder(path: Path, dest: Path, classes: Path | None, known: str, progr
             raise InputError(f"{path}: --classes takes class folders, but its images are in none")
         # An empty list of classes means no labels.
         return Source(["train"], lambda split, scratch: _open_folder(path, WHOLE_FOLDER, [], None, scratch, progress))
+    # Without such a name, folders that hold images themselves can only be classes.
     if any(_holds_images(path / name) for name in folders):
         _log.info(
             "%s: has no folder named like a split (%s), so its %d folders are classes and become the split train",

@@ -14,6 +14,7 @@ SPLITS = ["train", "test", "train+unlabeled"]
 
 def list_splits(path: Path) -> list[str]:
     """Return the splits of stl10_binary/, of which the unlabelled images may be missing, or of its archive."""
+    # An archive always has them, and looking into it would mean to uncompress it.
     has_unlabeled = path.is_file() or (path / "unlabeled_X.bin").is_file()
     return SPLITS if has_unlabeled else SPLITS[:2]
 
@@ -26,7 +27,9 @@ def open_split(path: Path, split: str, scratch: Path) -> SplitImages:
     files = DownloadFiles(path, scratch)
     class_names = files.lines("class_names.txt")
     if split == "train+unlabeled":
-        return JoinedSplits([_open_part(files, part, class_names) for part in ("train", "unlabeled")])
+        labelled = _open_part(files, "train", class_names)
+        unlabelled = _open_part(files, "unlabeled", class_names)
+        return JoinedSplits([labelled, unlabelled])
     return _open_part(files, split, class_names)
 
 
@@ -34,13 +37,17 @@ def _open_part(files: DownloadFiles, part: str, class_names: list[str]) -> Array
     """Open PART_X.bin with the labels of PART_y.bin, which begin at 1; the unlabelled images have no such file."""
     stored = files.records(f"{part}_X.bin", _CHANNELS * _SIDE * _SIDE)
     # Each channel is stored column by column.
-    images = stored.reshape(-1, _CHANNELS, _SIDE, _SIDE).transpose(0, 3, 2, 1)
+    columns = stored.reshape(-1, _CHANNELS, _SIDE, _SIDE)
+    images = columns.transpose(0, 3, 2, 1)
     if part == "unlabeled":
-        return ArraySplit(images, np.full(len(images), -1, np.int32), class_names)
+        no_labels = np.full(len(images), -1, np.int32)
+        return ArraySplit(images, no_labels, class_names)
+    # In int32 first, because 0 - 1 is 255 in bytes, which would not be found to be wrong.
     labels = files.read(f"{part}_y.bin").astype(np.int32) - 1
     if len(labels) != len(images):
         raise InputError(
             f"{files.path}: {part}_X.bin has {len(images)} images, but {part}_y.bin {len(labels)} labels: get the archive "
             "again"
         )
-    return ArraySplit(images, check_labels(labels, class_names, files.path), class_names)
+    checked_labels = check_labels(labels, class_names, files.path)
+    return ArraySplit(images, checked_labels, class_names)

@@ -67,6 +67,7 @@ def list_shards(root: Path, split: str, exact: bool = False) -> list[Path]:
     groups = _group_shards(root)
     names = groups.get(split, set())
     if not names and not exact and not (root / split).is_dir():
+        # Other tools put the name of the data set before the split.
         candidates = [name for name in groups if name.endswith((f"-{split}", f"_{split}", f".{split}"))]
         if split == "train" and "" in groups:
             candidates.append("")
@@ -101,8 +102,10 @@ def _group_shards(root: Path) -> dict[str, set[str]]:
     """Return the names of the shards in ROOT by the name of their split; it is empty for <digits>.tar."""
     groups: dict[str, set[str]] = {}
     for entry in root.iterdir():
-        if found := _SHARD_NAME.fullmatch(entry.name):
-            groups.setdefault(found[1] or "", set()).add(entry.name)
+        found = _SHARD_NAME.fullmatch(entry.name)
+        if found:
+            split = found[1] or ""
+            groups.setdefault(split, set()).add(entry.name)
     return groups
 
 
@@ -386,6 +389,7 @@ def _join_parts(file: IO[bytes], key: str, parts: list[tarfile.TarInfo]) -> Samp
         )
     image = images[0]
     label: StoredLabel = _read_label(file, labels[0]) if labels else None
+    # A .cls is the label by convention; the others count only without it.
     if not labels and "json" in others:
         label = read_json_label(_read_part(file, others["json"]), others["json"].name)
     if label is None and "txt" in others:

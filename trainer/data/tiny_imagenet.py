@@ -38,6 +38,7 @@ def read_annotations(folder: Path) -> dict[str, str]:
     path = folder / ANNOTATIONS
     classes = {}
     for number, line in enumerate(_read_text(path).splitlines(), 1):
+        # The box, in the other fields, is not needed.
         fields = line.split("\t")
         if len(fields) < 2 or not fields[0] or not fields[1]:
             raise InputError(f"{path}, line {number}: expected NAME<tab>CLASS, not {printable(line)[:80]!r}")

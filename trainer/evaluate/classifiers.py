@@ -58,12 +58,6 @@ class Classifiers(nn.Module):
         return logits.unflatten(1, (len(self.weights), -1)).transpose(0, 1)
 
 
-def diverged(classifiers: Classifiers) -> list[bool]:
-    """Return, for each classifier, whether its weights are not finite."""
-    pairs = zip(classifiers.weights, classifiers.biases, strict=True)
-    return [not bool(weight.isfinite().all() and bias.isfinite().all()) for weight, bias in pairs]
-
-
 def plan_training(
     num_images: int,
     place: Place,
@@ -77,6 +71,7 @@ def plan_training(
 
     rates: (learning rate for 256 images a step, weight decay) of each classifier."""
     world_size = place.ranks.world_size
+    # A small training set is one batch. Every rank gets the same number of images.
     batch = min(images_per_step, num_images) // world_size * world_size
     if batch == 0:
         raise InputError(f"{num_images} training images are too few for {world_size} ranks: start at most {num_images}")
@@ -133,6 +128,7 @@ def stored_batches(features: Features, training: Training, place: Place) -> Batc
     def batches(first_step: int, end_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         for step in range(first_step, end_step):
             epoch, step_of_epoch = divmod(step, training.steps_per_epoch)
+            # Every rank draws the whole order and takes its part of the batch.
             first = step_of_epoch * training.images_per_step + own.first
             order = epoch_order(place.config.seed, epoch, len(features.x))
             rows = torch.from_numpy(order[first : first + own.count])
@@ -142,6 +138,7 @@ def stored_batches(features: Features, training: Training, place: Place) -> Batc
 
 
 def _images_of_rank(training: Training, place: Place) -> ImageRange:
+    """Return the part of each batch that this rank trains on."""
     count = training.images_per_step // place.ranks.world_size
     return ImageRange(place.ranks.rank * count, count)
 
@@ -164,38 +161,25 @@ def train_classifiers(
     classifier. Without both, the batches are features.
     state_path: the progress is kept there after each epoch, and an interrupted training of the same `identity` continues
     from it bit for bit. title: shown with the progress."""
-    trained = list(classifiers.parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [weight, bias], "lr": rate, "weight_decay": decay}
-        for weight, bias, (rate, decay) in zip(classifiers.weights, classifiers.biases, training.rates, strict=True)
-    ]
-    if encoder is not None:
-        groups[0]["params"] += list(encoder.parameters())
-        trained += list(encoder.parameters())
-    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=training.momentum, nesterov=training.momentum > 0)
+    optimizer = _build_optimizer(classifiers, training, encoder)
     total = training.epochs * training.steps_per_epoch
-    first_epoch = _restore(state_path, identity, classifiers, optimizer, place) if state_path else 0
+    first_epoch = 0
+    if state_path:
+        first_epoch = _restore(state_path, identity, classifiers, optimizer, place)
     first_step = first_epoch * training.steps_per_epoch
-
-    forward: Encode | None = encoder if encoder is not None else encode
-    found = batches(first_step, total)
-    for step, (inputs, labels) in enumerate(
-        with_progress(found, total - first_step, f"{title}, steps", place.ranks.is_first), first_step
-    ):
+    found = with_progress(
+        batches(first_step, total),
+        total - first_step,
+        f"{title}, steps",
+        place.ranks.is_first,
+    )
+    for step, (inputs, labels) in enumerate(found, first_step):
+        # From 1 at the start to 0 after the last step.
         factor = (1 + math.cos(math.pi * step / total)) / 2
         for group, (rate, _) in zip(optimizer.param_groups, training.rates, strict=True):
             group["lr"] = rate * factor
-        labels = labels.to(place.device)
-        # Large batches go through the encoder in equal parts, because BatchNorm learns from each part.
-        num_parts = math.ceil(len(inputs) / place.config.evaluate.images_per_batch)
-        for part, part_labels in zip(inputs.tensor_split(num_parts), labels.tensor_split(num_parts), strict=True):
-            features = _features(forward, part.to(place.device), place, has_gradient=encoder is not None)
-            logits = classifiers(features).flatten(0, 1)
-            # The sum over the classifiers gives each the gradient that it would have alone.
-            repeated = part_labels.repeat(len(training.rates))
-            loss = functional.cross_entropy(logits, repeated, ignore_index=-1, reduction="sum")
-            (loss / training.images_per_step).backward()
-        _add_over_ranks([parameter.grad for parameter in trained if parameter.grad is not None], place)
+        _add_gradients(classifiers, training, inputs, labels, place, encode=encode, encoder=encoder)
+        _add_over_ranks(optimizer, place)
         optimizer.step()
         optimizer.zero_grad()
         epochs_done, rest = divmod(step + 1, training.steps_per_epoch)
@@ -205,17 +189,67 @@ def train_classifiers(
         _average_statistics(encoder, place)
 
 
-def _features(forward: Encode | None, inputs: Tensor, place: Place, *, has_gradient: bool) -> Tensor:
-    if forward is None:
-        return inputs
-    with torch.set_grad_enabled(has_gradient), in_precision(place):
-        return forward(inputs).float()
+def _build_optimizer(classifiers: Classifiers, training: Training, encoder: nn.Module | None) -> torch.optim.SGD:
+    """Return the optimizer with a group of parameters for each classifier."""
+    groups: list[dict[str, Any]] = []
+    for weight, bias, (rate, decay) in zip(classifiers.weights, classifiers.biases, training.rates, strict=True):
+        groups.append({"params": [weight, bias], "lr": rate, "weight_decay": decay})
+    # An encoder is only trained with a single classifier.
+    if encoder is not None:
+        groups[0]["params"] += list(encoder.parameters())
+    return torch.optim.SGD(
+        groups,
+        lr=0.0,
+        momentum=training.momentum,
+        nesterov=training.momentum > 0,
+    )
 
 
-def _add_over_ranks(gradients: list[Tensor], place: Place) -> None:
-    """Add up gradients over all ranks, in one collective."""
+def _add_gradients(
+    classifiers: Classifiers,
+    training: Training,
+    inputs: Tensor,
+    labels: Tensor,
+    place: Place,
+    *,
+    encode: Encode | None,
+    encoder: nn.Module | None,
+) -> None:
+    """Add this rank's gradients of one batch. encode, encoder: as for `train_classifiers`."""
+    labels = labels.to(place.device)
+    # Large batches go through the encoder in parts of nearly equal size, of two images or more, as BatchNorm needs.
+    num_parts = math.ceil(len(inputs) / place.config.evaluate.images_per_batch)
+    num_parts = max(1, min(num_parts, len(inputs) // 2))
+    for part, part_labels in zip(inputs.tensor_split(num_parts), labels.tensor_split(num_parts), strict=True):
+        features = _features(part.to(place.device), place, encode=encode, encoder=encoder)
+        logits = classifiers(features).flatten(0, 1)
+        # The sum over the classifiers gives each the gradient that it would have alone.
+        repeated = part_labels.repeat(len(training.rates))
+        loss = functional.cross_entropy(logits, repeated, ignore_index=-1, reduction="sum")
+        (loss / training.images_per_step).backward()
+
+
+def _features(inputs: Tensor, place: Place, *, encode: Encode | None, encoder: nn.Module | None) -> Tensor:
+    """Return the features (n, F) of inputs, with a gradient if the encoder is trained."""
+    if encoder is not None:
+        with in_precision(place):
+            return encoder(inputs).float()
+    if encode is not None:
+        with torch.no_grad(), in_precision(place):
+            return encode(inputs).float()
+    # The inputs are stored features.
+    return inputs
+
+
+def _add_over_ranks(optimizer: torch.optim.Optimizer, place: Place) -> None:
+    """Add up the gradients of all ranks, in one collective."""
     if place.ranks.world_size == 1:
         return
+    gradients = []
+    for group in optimizer.param_groups:
+        # A part of the encoder that the features do not depend on has no gradient.
+        gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+    # Many small collectives would cost more than the copies.
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
     sizes = [gradient.numel() for gradient in gradients]
@@ -228,6 +262,7 @@ def _average_statistics(encoder: nn.Module, place: Place) -> None:
     if place.ranks.world_size == 1:
         return
     for buffer in encoder.buffers():
+        # The counters of batches are integers and already equal.
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
             buffer /= place.ranks.world_size
@@ -264,6 +299,7 @@ def _restore(
     if content is None:
         return 0
     classifiers.load_state_dict(content["classifiers"])
+    # The options follow from the settings, so only the momentum is restored.
     options = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": content["optimizer"], "param_groups": options})
     if place.ranks.is_first:
@@ -279,7 +315,7 @@ def _read(path: Path, identity: str) -> dict[str, Any] | None:
         content = torch.load(path, map_location="cpu", weights_only=True)
         is_same = content["identity"] == identity
     except Exception as error:  # torch.load raises many types for damaged files
-        _log.warning("cannot read the progress in %s (%s): starting from the first epoch", path, error)
+        _log.warning("cannot read the progress in %s (%s): starting from the first epoch", path, type(error).__name__)
         return None
     if not is_same:
         _log.info("%s is the progress of another measurement: starting from the first epoch", path)

@@ -62,10 +62,12 @@ def evaluate_run(options: argparse.Namespace, settings: Sequence[str], names: Se
     names: protocols; None: those of `evaluate.protocols`."""
     if options.config and options.encoder is None:
         raise InputError("--config only applies to --encoder: remove it, since a run has its own settings")
+    # Options that do not apply are refused rather than ignored.
     if options.follow is not None:
         return _follow(options, settings, names)
     if options.poll_seconds is not None:
         raise InputError("--poll_seconds only applies to --follow: give --follow DIR, or remove it")
+    # This import takes seconds, so it follows the checks of the options.
     from trainer.evaluate.run import run_evaluation, run_foreign_evaluation
 
     if options.encoder is not None:

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.data.loader import ViewLoader, train_requests
-from trainer.data.plan import Planner
+from trainer.config.schema import Config
+from trainer.data.dali_graph import view_arrays
+from trainer.data.loader import Request, ViewLoader
+from trainer.data.plan import Plan, draw_views
 from trainer.distributed.ranks import ImageRange
-from trainer.evaluate.features import in_precision
+from trainer.errors import InputError
+from trainer.evaluate.features import Split, in_precision
 from trainer.evaluate.protocol import Protocol, Subject
 
 _COLLAPSED_RANK = 2.0  # features of a lower effective rank lie nearly on a line
@@ -69,6 +72,7 @@ def uniformity(x: Tensor) -> float:
     d: distance of two features that are scaled to length 1."""
     x = functional.normalize(x, dim=1)
     total = 0.0
+    # In blocks, because all distances at once would need n^2 numbers.
     for block in x.split(_BLOCK):
         squared = (2 - 2 * block @ x.T).clamp_min(0)
         total += float((-2 * squared).exp().double().sum())
@@ -80,40 +84,52 @@ def uniformity(x: Tensor) -> float:
 def alignment(subject: Subject) -> float:
     """Return the mean squared distance between the features, scaled to length 1, of two views of a test image.
 
-    The views are those of the pre-training. Every rank calls this, for its share of the images."""
+    The views are those of `views`, as in the pre-training. Every rank calls this, for its share of the images; the number
+    of ranks changes nothing."""
     place, split = subject.place, subject.test_split
-    recipe = replace(place.config.views, num_views=2)
-    ids = split.labelled
     ranks = place.ranks
-    per_rank = min(place.config.evaluate.images_per_batch, len(ids) // ranks.world_size)
-    images_per_step = per_rank * ranks.world_size
-    planner = Planner(
-        recipe,
-        seed=place.config.seed,
-        num_images=len(ids),
-        images_per_step=images_per_step,
-        images=ImageRange(ranks.rank * per_rank, per_rank),
-    )
-    steps = max(1, min(place.config.diagnostics.images, len(ids)) // images_per_step)
+    recipe = replace(place.config.views, num_views=2)
+    labelled = split.labelled
+    most = min(place.config.diagnostics.images, len(labelled))
+    ids = labelled[np.linspace(0, len(labelled) - 1, most).astype(np.int64)]
+    own = np.array_split(np.arange(most), ranks.world_size)[ranks.rank]
+    batch_size = place.config.evaluate.images_per_batch
+
+    def request(step: int) -> Request:
+        rows = own[step * batch_size : (step + 1) * batch_size]
+        # The choices of a view depend on the row of its image alone.
+        views = draw_views(recipe, place.config.seed, 0, ImageRange(int(rows[0]), len(rows)))
+        plan = Plan(step, 0, ids[rows], *views)
+        return Request(plan.image_ids, lambda heights, widths: view_arrays(plan, recipe, heights, widths))
+
     loader = ViewLoader(
         split.index,
         recipe,
         place.config.data,
-        train_requests(planner, image_ids=ids),
-        batch_size=per_rank,
+        request,
+        batch_size=batch_size,
         device=place.device,
         first_step=0,
-        end_step=steps,
+        end_step=math.ceil(len(own) / batch_size),
     )
-    total = torch.zeros((), dtype=torch.float64, device=place.device)
+    # The sum of the squared distances, and the number of images.
+    totals = torch.zeros(2, dtype=torch.float64, device=place.device)
     for batch in loader:
         with torch.inference_mode(), in_precision(place):
             features = functional.normalize(subject.encode(batch.views).float(), dim=1)
         first, second = features.chunk(2)
-        total += (first - second).square().sum().double()
+        totals[0] += (first - second).square().sum().double()
+        totals[1] += len(first)
     if ranks.world_size > 1:
-        dist.all_reduce(total)
-    return total.item() / (steps * images_per_step)
+        dist.all_reduce(totals)
+    distance, count = totals.tolist()
+    return distance / count
+
+
+def _check(config: Config, train: Split, test: Split) -> None:
+    """Raise InputError if there are too few test images."""
+    if len(test.labelled) < 2:
+        raise InputError(f"diagnostics compare images, but the split {test.name!r} has only one with a label")
 
 
 def collapse_warnings(rank: float, spread: float) -> list[str]:
@@ -130,6 +146,7 @@ def collapse_warnings(rank: float, spread: float) -> list[str]:
 
 DIAGNOSTICS = Protocol(
     _measure,
+    check=_check,
     needs="loader",
     settings=("seed", "diagnostics.", "views.", "evaluate.images_per_batch"),
 )

@@ -40,6 +40,7 @@ class RunEvaluator(Evaluator):
                 f"{run_dir} is not a run folder, since it has no config.yaml: give the --run_dir of a pre-training run"
             )
         self._run_dir = run_dir
+        # The settings of the command line come after those of the run and replace them.
         config = load_config(config_path, settings)
         # A result whose settings differ from those of the run gets another file name.
         config_of_run = load_config(config_path, [])
@@ -52,6 +53,7 @@ class RunEvaluator(Evaluator):
 
     def encoder(self, which: str) -> tuple[Encode, Source]:
         """Return the function from pixels to features, and its source. which: as for `run_evaluation`."""
+        # These two need no checkpoint: they are the baselines.
         if which == "pixels":
             return raw_pixels, Source(which)
         if which == "random":
@@ -65,16 +67,17 @@ class RunEvaluator(Evaluator):
         """Load the encoder of a checkpoint. The result is valid until the next encoder is loaded.
 
         Raises InputError if the checkpoint is of another model."""
-        _check_same_encoder(content["config"], self.config, path)
-        now = plain_settings(self.config)
         trained = content["config"]
-        sizes = [
-            f"{key} is {now[key]}, but {path} was trained with {trained[key]}"
-            for key in ("views.size", "views.eval_resize", "views.interpolation")
-            if trained[key] != now[key]
-        ]
+        _check_same_encoder(trained, self.config, path)
+        now = plain_settings(self.config)
+        # Images of another size or resize give valid features, but not those of the training.
+        keys = ("views.size", "views.eval_resize", "views.interpolation")
+        changed = [key for key in keys if trained[key] != now[key]]
+        differences = [f"{key} is {now[key]}, but {path} was trained with {trained[key]}" for key in changed]
         # A run on images without classes, and older checkpoints, have no names.
-        _check_differences(self, [*sizes, *_other_classes(self, content.get("class_names") or [], str(path))])
+        class_names = content.get("class_names") or []
+        differences += _other_classes(self, class_names, str(path))
+        _check_differences(self, differences)
         put_encoder(self._model, content["model"], path)
         _log.info("loaded the encoder of step %d from %s", content["step"], path)
         return trained_encoder(self._model)
@@ -89,18 +92,23 @@ def open_foreign(
     they are only printed."""
     config, sources = load_settings(configs, settings, check_method=False)
     encoder = load_encoder(source)
-    views = encoder.preprocess.views
+    of_encoder: dict[str, Any] = {}
     for field in fields(Preprocess):
         key = f"views.{field.name}"
-        wanted, own = getattr(config.views, field.name), getattr(views, field.name)
+        wanted = getattr(config.views, field.name)
+        own = getattr(encoder.preprocess, field.name)
+        # A default may be replaced, but a setting that the user gave must not be ignored silently.
         if sources[key] != DEFAULT and wanted != own:
             raise InputError(
                 f"{key} is {wanted}, but {source} needs {own}: remove {key}, since it follows from the encoder"
             )
-    of_encoder = {field.name: getattr(views, field.name) for field in fields(Preprocess)}
-    config = replace(config, views=replace(config.views, **of_encoder))
-    evaluator = Evaluator(config, ranks, Results(None, config, config, shaping_settings(), out))
-    return evaluator, encoder.to(evaluator.place.device), Source(encoder.name, sha256=encoder.sha256)
+        of_encoder[field.name] = own
+    views = replace(config.views, **of_encoder)
+    config = replace(config, views=views)
+    results = Results(None, config, config, shaping_settings(), out)
+    evaluator = Evaluator(config, ranks, results)
+    encoder = encoder.to(evaluator.place.device)
+    return evaluator, encoder, Source(encoder.name, sha256=encoder.sha256)
 
 
 def check_classes(evaluator: Evaluator, class_names: Sequence[str], where: str) -> None:
@@ -123,7 +131,9 @@ def _check_differences(evaluator: Evaluator, differences: Sequence[str]) -> None
 
 def _other_classes(evaluator: Evaluator, names: Sequence[str], where: str) -> list[str]:
     """Describe how the classes of the evaluation differ from those of the training; empty if they do not."""
-    own = evaluator.splits[0].class_names
+    train_split, _ = evaluator.splits
+    own = train_split.class_names
+    # The order does not matter, because classes are compared by name.
     if not names or sorted(names) == sorted(own):
         return []
     return [f"{where} was trained on other classes ({_some(names)}) than those of the evaluation ({_some(own)})"]
@@ -132,7 +142,9 @@ def _other_classes(evaluator: Evaluator, names: Sequence[str], where: str) -> li
 def _some(names: Sequence[str]) -> str:
     """Name the first three of a list of classes."""
     shown = ", ".join(printable(name) for name in names[:3])
-    return f"{len(names)} classes: {shown}, ..." if len(names) > 3 else shown
+    if len(names) <= 3:
+        return shown
+    return f"{len(names)} classes: {shown}, ..."
 
 
 def _plain_model(config: Config) -> EncoderNetwork:

@@ -54,6 +54,7 @@ class Evaluator:
 
         which: as for `run_evaluation`. Raises InputError if a protocol is named that cannot measure it."""
         chosen = list(PROTOCOLS) if "all" in names else list(names)
+        # "all" means all that are possible; a protocol that is named must not be left out silently.
         refused = [name for name in chosen if which == "pixels" and PROTOCOLS[name].trains_encoder]
         if refused and "all" not in names:
             raise InputError(f"{', '.join(refused)} trains the encoder, but raw pixels have none: remove it")
@@ -103,8 +104,9 @@ class Evaluator:
         test = subject.test
         # A protocol that reads images itself need not compute the features of the training split.
         train = subject.encoded_train
-        learnt = classes_with_images(train_split)
-        tested = classes_with_images(test_split)
+        # Images that could not be read do not count for their class.
+        learnt = train.labels.unique().tolist() if train else classes_with_images(train_split)
+        tested = test.labels.unique().tolist()
         # Both splits number the classes alike, see `splits.in_classes_of`.
         names = test_split.class_names
         return {

@@ -80,7 +80,12 @@ def open_split(name: str, place: Place) -> Split:
     root = place.config.data.root
     index = open_on_all_ranks(place.config.data, name, place.ranks)
     labels = np.asarray(index.labels, np.int64)
-    split = Split(name, index, labels, index.class_names)
+    split = Split(
+        name=name,
+        index=index,
+        labels=labels,
+        class_names=index.class_names,
+    )
     count = len(split.labelled)
     if not count:
         raise InputError(
@@ -117,20 +122,30 @@ def extract(encode: Encode, split: Split, place: Place, *, to_all: bool = True) 
         used.append(asked[is_right])
 
     # Join the ids of all ranks, each with whether its features are finite, so that all ranks raise the same error.
-    x, own_ids = torch.cat(parts), np.concatenate(used)
-    checked = torch.stack([torch.from_numpy(own_ids), x.isfinite().all(1).long()], dim=1)
+    x = torch.cat(parts)
+    own_ids = np.concatenate(used)
+    own_finite = x.isfinite().all(1).long()
+    checked = torch.stack([torch.from_numpy(own_ids), own_finite], dim=1)
     ids, is_finite = _join(checked, place, to_all=True).T.numpy()
     _check_finite(is_finite, ids, split)
     skipped = len(labelled) - len(ids)
     if skipped:
         _log.warning(
-            "skipped %d of %d images of split %s, because they could not be read", skipped, len(labelled), split.name
+            "skipped %d of %d images of split %s, because they could not be read",
+            skipped,
+            len(labelled),
+            split.name,
         )
+
+    # Ids and labels of the rows that this rank gets.
     if to_all or place.ranks.is_first:
         own_ids = ids
-    x = _join(x, place, to_all=to_all)
     return Features(
-        x, torch.from_numpy(split.labels[own_ids]), split.class_names, skipped, torch.from_numpy(own_ids.copy())
+        x=_join(x, place, to_all=to_all),
+        labels=torch.from_numpy(split.labels[own_ids]),
+        class_names=split.class_names,
+        skipped=skipped,
+        ids=torch.from_numpy(own_ids.copy()),
     )
 
 

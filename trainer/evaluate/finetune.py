@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.config.evaluation import FinetuneConfig
+from trainer.config.schema import Config
 from trainer.errors import InputError
 from trainer.evaluate.classifiers import Classifiers, augmented_batches, plan_training, train_classifiers
-from trainer.evaluate.features import NotFiniteError, extract
+from trainer.evaluate.features import NotFiniteError, Split, extract
 from trainer.evaluate.linear import add_share, share_name
 from trainer.evaluate.protocol import Protocol, Subject
 from trainer.evaluate.scores import score, top_guesses
@@ -24,7 +26,8 @@ def _measure(subject: Subject) -> dict[str, Any]:
     result: dict[str, Any] = {"label": "fine-tuned", "figures": [], "shares": {}}
     for share, epochs in zip(config.shares, config.epochs, strict=True):
         name = share_name(share)
-        split = subject.train_split.only(stratified_share(subject.train_split, share, place.config.seed))
+        ids = stratified_share(subject.train_split, share, place.config.seed)
+        split = subject.train_split.only(ids)
         training = plan_training(
             len(split.labelled),
             place,
@@ -38,10 +41,20 @@ def _measure(subject: Subject) -> dict[str, Any]:
                 f"fine-tuning on {name} of the labels has {len(split.labelled)} images for {place.ranks.world_size} ranks, but "
                 "BatchNorm needs two images on each: set larger finetune.shares, or start fewer ranks"
             )
+        # Each share begins with the encoder as it was pre-trained.
         encoder = _trainable_copy(subject.encode)
-        classifier = Classifiers(subject.test.x.shape[1], len(split.class_names), 1).to(place.device)
+        num_features = subject.test.x.shape[1]
+        classifier = Classifiers(num_features, len(split.class_names), 1).to(place.device)
         batches = augmented_batches(split, training, config.crop_area, place)
-        train_classifiers(classifier, training, batches, place, encoder=encoder, title=f"fine-tune, {name}")
+        train_classifiers(
+            classifier,
+            training,
+            batches,
+            place,
+            encoder=encoder,
+            title=f"fine-tune, {name}",
+        )
+        # The encoder has changed, so the test images have other features than `subject.test`.
         try:
             test = extract(encoder.eval(), subject.test_split, place)
         except NotFiniteError as error:
@@ -50,24 +63,47 @@ def _measure(subject: Subject) -> dict[str, Any]:
                 "finetune.learning_rate"
             ) from error
         with torch.inference_mode():
-            guesses = top_guesses(classifier(test.x.to(place.device))[0])
-        add_share(result, name, len(split.labelled), {**score(guesses, test), "epochs": epochs})
-    return {
-        **result,
-        "protocol": f"SGD, Nesterov momentum {config.momentum:g}, at most {config.images_per_step} images a step, cosine from "
-        f"{config.learning_rate:g} x images/256, weight decay {config.weight_decay:g}, random crops of "
-        f"{config.crop_area[0]:g} to {config.crop_area[1]:g} of the area, flips, zero initial classifier, last epoch",
-    }
+            logits = classifier(test.x.to(place.device))
+        # The only one of the classifiers.
+        guesses = top_guesses(logits[0])
+        scores = {**score(guesses, test), "epochs": epochs}
+        add_share(result, name, len(split.labelled), scores)
+    return {**result, "protocol": _describe(config)}
+
+
+def _describe(config: FinetuneConfig) -> str:
+    """Describe the training for a result."""
+    smallest, largest = config.crop_area
+    return (
+        f"SGD, Nesterov momentum {config.momentum:g}, at most {config.images_per_step} images a step, cosine from "
+        f"{config.learning_rate:g} x images/256, weight decay {config.weight_decay:g}, random crops of {smallest:g} to "
+        f"{largest:g} of the area, flips, zero initial classifier, last epoch"
+    )
 
 
 def _trainable_copy(encode: Any) -> nn.Module:
     """Copy the encoder, because other measurements need it as it was, with all parameters trainable."""
-    network = nn.Sequential(copy.deepcopy(encode.normalize), copy.deepcopy(encode.encoder))
+    normalize = copy.deepcopy(encode.normalize)
+    encoder = copy.deepcopy(encode.encoder)
+    network = nn.Sequential(normalize, encoder)
+    # An encoder of another program comes with frozen weights.
     return network.requires_grad_(True).train()
+
+
+def _check(config: Config, train: Split, test: Split) -> None:
+    """Raise InputError if BatchNorm would learn from single images, or if gradients would underflow."""
+    if config.evaluate.images_per_batch < 2 or config.finetune.images_per_step < 2:
+        raise InputError(
+            "finetune needs two images at a time for BatchNorm: set evaluate.images_per_batch and finetune.images_per_step to "
+            "2 or more"
+        )
+    if config.evaluate.precision == "fp16":
+        raise InputError("finetune does not scale the loss: set evaluate.precision to fp32 or bf16 instead of fp16")
 
 
 FINETUNE = Protocol(
     _measure,
+    check=_check,
     needs="loader",
     settings=("seed", "finetune.", "evaluate.images_per_batch"),
     trains_encoder=True,

@@ -115,6 +115,7 @@ class _Follower:
         """Run the missing protocols on one checkpoint, and write each result at once."""
         encode = self._evaluator.trained_encoder(content, path)
         source = Source(str(step), path, content["sha256"])
+        # A failed write is counted, and the next look finds the checkpoint without a result.
         results = {}
         for protocol, result in self._evaluator.measure(encode, source, missing):
             results[protocol] = result
@@ -139,6 +140,7 @@ class _Follower:
 
 def _written(path: Path) -> float:
     """Return when a file was last written; 0 if it is gone."""
+    # The run deletes old checkpoints while they are looked at.
     try:
         return path.stat().st_mtime
     except OSError:

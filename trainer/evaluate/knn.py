@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainer.config.schema import Config
 from trainer.errors import InputError
-from trainer.evaluate.features import Features
+from trainer.evaluate.features import Features, Split
 from trainer.evaluate.protocol import Protocol, Subject
 from trainer.evaluate.scores import score
 from trainer.progress import with_progress
@@ -42,8 +43,10 @@ def nearest_neighbours(
     # Euclidean distances come from a matrix product. Features far from 0 would lose the last digits of their distances in
     # float32, so the training mean is subtracted first.
     centre = train.x.mean(0) if metric == "euclidean" else None
-    scores, labels = [], []
-    for part in with_progress(test.x.split(_TEST_BLOCK), len(test.x), f"{k}-nn of images", size=len):
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
+    parts = test.x.split(_TEST_BLOCK)
+    for part in with_progress(parts, len(test.x), f"{k}-nn of images", size=len):
         query = _prepared(part, centre, device)
         best, numbers = _nearest_of_all_blocks(query, train.x, centre, k)
         scores.append(best.cpu())
@@ -55,7 +58,8 @@ def _nearest_of_all_blocks(query: Tensor, train_x: Tensor, centre: Tensor | None
     """Return the k best scores of each query (n, F), best first, and the numbers of their training images."""
     best = query.new_empty(len(query), 0)
     numbers = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
-    for first, block in zip(range(0, len(train_x), _TRAIN_BLOCK), train_x.split(_TRAIN_BLOCK), strict=True):
+    for first in range(0, len(train_x), _TRAIN_BLOCK):
+        block = train_x[first : first + _TRAIN_BLOCK]
         bank = _prepared(block, centre, query.device)
         scores = query @ bank.T
         if centre is not None:
@@ -73,7 +77,9 @@ def _nearest_of_all_blocks(query: Tensor, train_x: Tensor, centre: Tensor | None
 def _prepared(x: Tensor, centre: Tensor | None, device: torch.device) -> Tensor:
     """Move features to the device, centred if there is a centre, else scaled to length 1."""
     x = x.to(device)
-    return functional.normalize(x, dim=1) if centre is None else x - centre.to(device)
+    if centre is None:
+        return functional.normalize(x, dim=1)
+    return x - centre.to(device)
 
 
 def majority_vote(labels: Tensor, num_classes: int) -> Tensor:
@@ -103,12 +109,13 @@ def _add_votes(labels: Tensor, weights: Tensor, num_classes: int) -> Tensor:
 def _check_neighbours(setting: str, k: int, num_train: int) -> None:
     """Raise InputError if there are fewer training images than neighbours."""
     if k > num_train:
-        raise InputError(f"{setting} is {k}, but the training split has {num_train} images: use {num_train} or less")
+        raise InputError(f"{setting} is {k}, but the training split has {num_train} images: use at most {num_train}")
 
 
 def _measure_knn(subject: Subject) -> dict[str, Any]:
     """Measure k-NN as in the paper."""
-    train, test = subject.train, subject.test
+    train = subject.train
+    test = subject.test
     k = subject.place.config.knn.k
     # Images that could not be read are skipped, so fewer may remain than the split holds.
     _check_neighbours("knn.k", k, len(train.x))
@@ -126,20 +133,26 @@ def _measure_knn(subject: Subject) -> dict[str, Any]:
 
 def _measure_knn_cosine(subject: Subject) -> dict[str, Any]:
     """Measure k-NN with weighted votes by cosine similarity (Wu et al., CVPR 2018, section 3.4), for each k."""
-    train, test = subject.train, subject.test
+    train = subject.train
+    test = subject.test
     config = subject.place.config.knn_cosine
-    _check_neighbours("knn_cosine.k", max(config.k), len(train.x))
+    most = max(config.k)
+    _check_neighbours("knn_cosine.k", most, len(train.x))
     # One search serves all numbers of neighbours, because the neighbours are sorted.
-    neighbours = nearest_neighbours(train, test, max(config.k), "cosine", subject.place.device)
+    neighbours = nearest_neighbours(train, test, most, "cosine", subject.place.device)
     result: dict[str, Any] = {"label": "k-nn, cosine", "figures": [], "by_k": {}}
     for k in config.k:
         predicted = weighted_vote(
-            neighbours.scores[:, :k], neighbours.labels[:, :k], len(train.class_names), config.temperature
+            neighbours.scores[:, :k],
+            neighbours.labels[:, :k],
+            len(train.class_names),
+            config.temperature,
         )
         scores = score(predicted[:, None], test)
         result["by_k"][str(k)] = scores
-        result[f"k{k}_top1"] = scores["top1"]
-        result["figures"].append(f"k{k}_top1")
+        key = f"k{k}_top1"
+        result[key] = scores["top1"]
+        result["figures"].append(key)
     return {
         **result,
         "metric": "cosine similarity",
@@ -147,15 +160,25 @@ def _measure_knn_cosine(subject: Subject) -> dict[str, Any]:
     }
 
 
+def _check_knn(config: Config, train: Split, test: Split) -> None:
+    """Check k before any image is encoded. Raises InputError."""
+    _check_neighbours("knn.k", config.knn.k, len(train.labelled))
+
+
+def _check_knn_cosine(config: Config, train: Split, test: Split) -> None:
+    """Check each k before any image is encoded. Raises InputError."""
+    _check_neighbours("knn_cosine.k", max(config.knn_cosine.k), len(train.labelled))
+
+
 KNN = Protocol(
     _measure_knn,
     needs="features",
     settings=("knn.",),
-    check=lambda config, train, test: _check_neighbours("knn.k", config.knn.k, len(train.labelled)),
+    check=_check_knn,
 )
 KNN_COSINE = Protocol(
     _measure_knn_cosine,
     needs="features",
     settings=("knn_cosine.",),
-    check=lambda config, train, test: _check_neighbours("knn_cosine.k", max(config.knn_cosine.k), len(train.labelled)),
+    check=_check_knn_cosine,
 )

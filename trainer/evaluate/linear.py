@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.config.evaluation import LinearConfig
+from trainer.errors import InputError
 from trainer.evaluate.features import Features
 from trainer.evaluate.protocol import Protocol, Subject
 from trainer.evaluate.scores import accuracy, score, top_guesses
@@ -34,6 +35,7 @@ def linear_probe(
     epoch to `rate_end` in the last. The classifier after the last epoch counts.
 
     title: shown with the progress."""
+    # The features are on the device as a whole, so a step need not copy them.
     x = train.x.to(device)
     y = train.labels.to(device)
     # Draw on the CPU, so that weights and orders are the same on every device.
@@ -52,7 +54,12 @@ def linear_probe(
             weight.grad, bias.grad = torch.autograd.grad(loss, (weight, bias))
             optimizer.step()
     with torch.inference_mode():
-        return top_guesses(F.linear(test.x.to(device), weight, bias))
+        logits = F.linear(test.x.to(device), weight, bias)
+    if not bool(logits.isfinite().all()):
+        raise InputError(
+            f"the linear probe diverged with learning rate {config.rate_start:g}: set a smaller linear.rate_start"
+        )
+    return top_guesses(logits)
 
 
 def probe_rate(config: LinearConfig, epoch: int) -> float:
@@ -90,13 +97,22 @@ def _initial(
 
 def _measure_linear(subject: Subject) -> dict[str, Any]:
     """Measure the linear probe on raw and on standardised features."""
-    train, test, place = subject.train, subject.test, subject.place
+    train = subject.train
+    test = subject.test
+    place = subject.place
     config = place.config.linear
     seed = place.config.seed
     raw = linear_probe(train, test, config, place.device, seed)
     # The second classifier shows how much of a low figure is due to badly scaled features.
     scaled_train, scaled_test = standardise(train, test)
-    guesses = linear_probe(scaled_train, scaled_test, config, place.device, seed, "linear probe, standardised")
+    guesses = linear_probe(
+        scaled_train,
+        scaled_test,
+        config,
+        place.device,
+        seed,
+        "linear probe, standardised",
+    )
     standardised = accuracy(guesses, test.labels)
     return {
         "label": "linear",
@@ -118,17 +134,33 @@ def describe_probe(config: LinearConfig) -> str:
 
 def _measure_few_labels(subject: Subject) -> dict[str, Any]:
     """Measure the linear probe on the features of a share of the training images."""
-    config, seed = subject.place.config, subject.place.config.seed
+    place = subject.place
+    config = place.config
+    all_features = subject.train
     result: dict[str, Any] = {"label": "linear, few labels", "figures": [], "shares": {}}
     for share in config.few_labels.shares:
         name = share_name(share)
-        kept = torch.from_numpy(stratified_share(subject.train_split, share, seed))
+        ids = stratified_share(subject.train_split, share, config.seed)
         # The features of images that could not be read are missing, so images are found by their ids.
-        is_kept = torch.isin(subject.train.ids, kept)
-        train = replace(subject.train, x=subject.train.x[is_kept], labels=subject.train.labels[is_kept])
-        guesses = linear_probe(train, subject.test, config.linear, subject.place.device, seed, f"linear, {name}")
+        is_kept = torch.isin(all_features.ids, torch.from_numpy(ids))
+        train = replace(
+            all_features,
+            x=all_features.x[is_kept],
+            labels=all_features.labels[is_kept],
+        )
+        if len(train.x) == 0:
+            raise InputError(f"none of the images of {name} of the labels can be read: set larger few_labels.shares")
+        guesses = linear_probe(
+            train,
+            subject.test,
+            config.linear,
+            place.device,
+            config.seed,
+            f"linear, {name}",
+        )
         add_share(result, name, len(train.x), score(guesses, subject.test))
-    return {**result, "protocol": f"{describe_probe(config.linear)}; raw features of the centre crops"}
+    how = describe_probe(config.linear)
+    return {**result, "protocol": f"{how}; raw features of the centre crops"}
 
 
 def share_name(share: float) -> str:
@@ -139,9 +171,11 @@ def share_name(share: float) -> str:
 def add_share(result: dict[str, Any], name: str, num_images: int, scores: dict[str, Any]) -> None:
     """Add the scores for one share of the labels to a result."""
     result["shares"][name] = {"images": num_images, **scores}
+    # Tables and curves only show figures at the top level of a result.
     for figure in ("top1", "top5"):
-        result[f"{name}_{figure}"] = scores[figure]
-        result["figures"].append(f"{name}_{figure}")
+        key = f"{name}_{figure}"
+        result[key] = scores[figure]
+        result["figures"].append(key)
 
 
 LINEAR = Protocol(_measure_linear, needs="features", settings=("seed", "linear."))

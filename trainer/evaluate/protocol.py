@@ -32,6 +32,7 @@ class Subject:
     @property
     def train(self) -> Features:
         """All features of the training split on rank 0. All ranks share the work, so every rank uses this, or none does."""
+        # Only rank 0 gets all of them, because those of ImageNet take 10 GB.
         if self.encoded_train is None:
             self.encoded_train = extract(self.encode, self.train_split, self.place, to_all=False)
         return self.encoded_train

@@ -176,6 +176,7 @@ class Results:
             return
         path = self.path(protocol, source)
         path.parent.mkdir(exist_ok=True)
+        # Other images or weights under the same name are another measurement, whose result is kept.
         _rename_if_other(path, result)
         # Draw before the file is written, because the file marks the measurement as complete.
         self._draw(protocol, source, result)
@@ -209,6 +210,7 @@ def _remove_leftovers(path: Path) -> None:
 def _rename_if_other(path: Path, result: dict[str, Any]) -> None:
     """Rename the result in `path` if it measured other images or another checkpoint than `result`."""
     before = read_json(path, [])
+    # The same measurement may be repeated; the new result then replaces the old one.
     is_same = all(before.get(key) == result[key] for key in _IDENTITY)
     if "figures" not in before or is_same:
         return

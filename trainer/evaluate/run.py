@@ -48,6 +48,7 @@ def run_foreign_evaluation(
     start_logging(None, ranks.rank)
     evaluator, loaded, source = open_foreign(encoder, configs, settings, ranks, out)
 
+    # The classes are compared after the process group has started, because all ranks open the splits together.
     def checked() -> tuple[Encode, Source]:
         check_classes(evaluator, loaded.class_names, encoder)
         return loaded, source
@@ -69,26 +70,40 @@ def _measure(
         protocols = evaluator.protocols(names or evaluator.config.evaluate.protocols, which)
         evaluator.check(protocols)
         encode, source = load()
-        found = {}
+        found: dict[str, Any] = {}
         failure = None
-        for name, result in evaluator.measure(encode, source, protocols):
-            found[name] = result
-            # Write each result at once, because the next protocol may take hours. A full disk must not lose the figures.
-            try:
-                evaluator.results.write(source, name, result)
-            except OSError as error:
-                failure = error
-    results = {name: found[name] for name in protocols if name in found}
-    if results:
-        print_table(source.name, results)
-        print(json.dumps(results, indent=1), flush=True)
         try:
-            evaluator.results.write_out(results)
-        except OSError as error:
-            failure = error
+            for name, result in evaluator.measure(encode, source, protocols):
+                found[name] = result
+                # Write each result at once, because the next protocol may take hours.
+                try:
+                    evaluator.results.write(source, name, result)
+                except OSError as error:
+                    failure = error
+        except BaseException:
+            # An error or an interruption must not lose the results of the protocols before it.
+            _show(evaluator, source, found)
+            raise
+    # In the order in which the protocols were asked for; empty on all ranks but rank 0.
+    results = {name: found[name] for name in protocols if name in found}
+    failure = _show(evaluator, source, results) or failure
     if failure:
         raise InputError(
             f"cannot write the figures above to {place}: {failure.strerror}. Free some space, or choose another file with "
             "--out FILE"
         ) from failure
     return results
+
+
+def _show(evaluator: Evaluator, source: Source, results: dict[str, Any]) -> OSError | None:
+    """Print the results, and write them to the file of --out. Returns the error if that fails."""
+    if not results:
+        return None
+    print_table(source.name, results)
+    # Print before writing, so that a full disk does not lose the figures.
+    print(json.dumps(results, indent=1), flush=True)
+    try:
+        evaluator.results.write_out(results)
+    except OSError as error:
+        return error
+    return None

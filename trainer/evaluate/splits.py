@@ -34,6 +34,7 @@ def open_splits(place: Place) -> tuple[Split, Split]:
             f"the split {train.name!r} in {data.root} has labelled images of one class only ({learnt_names}), on which "
             f"every encoder scores 100%: sort them into a folder for each class, {train.name}/CLASS/IMAGE"
         )
+    # Every test image would count as wrong, whatever the encoder.
     if set(learnt).isdisjoint(tested):
         raise InputError(
             f"the splits {train.name!r} and {test.name!r} in {data.root} have no class in common: the first has images of "
@@ -76,7 +77,10 @@ def classes_with_images(split: Split) -> list[int]:
 def unusable_files(split: Split) -> int:
     """Count the files that were skipped when the split was indexed or prepared, by the list beside the index."""
     path = _list_of_unusable_files(split)
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
+    # Without such files there is no list.
+    if not path.exists():
+        return 0
+    return len(path.read_bytes().splitlines())
 
 
 def _list_of_unusable_files(split: Split) -> Path:
@@ -101,12 +105,14 @@ def _class_differences(train: Split, test: Split) -> list[str]:
     lines = []
     learnt = classes_with_images(train)
     tested = classes_with_images(test)
+    # The figures say nothing about these classes.
     untested = sorted(set(learnt) - set(tested))
     if untested:
         lines.append(
             f"the split {test.name!r} has no image of {len(untested)} of the {len(learnt)} classes, which are not measured: "
             f"{_some_names(test, untested)}"
         )
+    # No classifier can guess these classes.
     unknown = sorted(set(tested) - set(learnt))
     if unknown:
         num_images = np.isin(test.labels, unknown).sum()

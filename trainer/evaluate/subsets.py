@@ -13,6 +13,7 @@ def stratified_share(split: Split, share: float, seed: int, *, at_least: int = 1
 
     at_least: number of images of each class that are taken if the share is smaller.
     With the same seed, a smaller share is a part of a larger one. The ids do not depend on the number of ranks."""
+    # The first images of each class in one fixed random order: a larger share then begins with the smaller one.
     order = epoch_order(seed, 0, len(split.labels))
     labels = split.labels[order]
     chosen = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer.errors import DONE
 
+# The names in trainer.export.formats.FORMATS, whose import takes seconds, and all of them.
 _FORMATS = ("timm", "torchvision", "onnx", "all")
 
 
@@ -26,6 +27,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_export(own: argparse.Namespace) -> int:
     """Export the encoder and return the exit code."""
+    # These imports take seconds, which `--help` need not wait for.
     from trainer.export.folder import export
     from trainer.export.sources import load_encoder
     from trainer.run.checkpoint import choose_checkpoint
@@ -71,6 +73,7 @@ def run_features(own: argparse.Namespace) -> int:
     from trainer.run.folder import start_logging
 
     start_logging(None, 0)
+    # Before the images are encoded, which may take hours.
     check_output(own.out, own.overwrite)
     encoder = load_encoder(own.source, choose_device(Config(device=own.device), Ranks()))
     logging.getLogger(__name__).info("encoder %s, weights %s", encoder.name, encoder.sha256[:16])

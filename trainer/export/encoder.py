@@ -55,6 +55,7 @@ class Encoder(nn.Module):
         unknown. facts: plain values about the training."""
         super().__init__()
         self.set_preprocess(preprocess)
+        # The same parts as those of a run's network, so that checkpoints and protocols fit both.
         self.encoder = backbone
         self.num_features = count_features(backbone)
         self.name = name
@@ -96,6 +97,7 @@ class Encoder(nn.Module):
 
     def features(self, images: Images, **options: Any) -> ImageFeatures:
         """Compute the features of a folder or a list of images, see `trainer.export.compute.features`."""
+        # `compute` imports this module, and DALI takes seconds to import.
         from trainer.export.compute import features
 
         return features(self, images, **options)

@@ -22,6 +22,7 @@ def check_output(path: Path, overwrite: bool) -> None:
         raise InputError(f"cannot write {path}: the folder {path.parent} does not exist")
     if path.is_dir() or (path.exists() and not overwrite):
         raise InputError(f"{path} exists: give another file, or --overwrite")
+    # pyarrow is optional, and its absence must not show only after hours of work.
     if path.suffix == ".parquet":
         try:
             import pyarrow  # noqa: F401
@@ -44,6 +45,7 @@ def write_features(result: ImageFeatures, path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
+    # A column of lists of equal length keeps each feature vector in one cell.
     flat = pyarrow.array(result.features.reshape(-1))
     arrays = {
         "name": pyarrow.array(result.names),

@@ -75,6 +75,7 @@ def _write_weights(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
     with atomic_write(folder / WEIGHTS) as file:
         file.write(save(encoder.plain_state()))
     facts = encoder.preprocess
+    # What timm says of the architecture itself, beside the preprocessing of these weights.
     known = encoder.encoder.pretrained_cfg
     pretrained = {
         "input_size": [3, facts.size, facts.size],
@@ -88,6 +89,7 @@ def _write_weights(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
         "first_conv": known.get("first_conv"),
         "classifier": known.get("classifier"),
     }
+    # What `load_encoder` needs to build the encoder again, and where the weights are from.
     own = {
         "name": encoder.name,
         "backbone": model.backbone,
@@ -115,6 +117,7 @@ def _write_weights(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
 def crop_share(facts: Preprocess) -> float:
     """Return the crop_pct with which timm resizes the shorter edge to exactly eval_resize: it rounds size / crop_pct down."""
     share = facts.size / facts.eval_resize
+    # A rounding error may make timm's result one pixel too small.
     while math.floor(facts.size / share) < facts.eval_resize:
         share = math.nextafter(share, 0)
     return share

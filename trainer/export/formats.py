@@ -35,6 +35,7 @@ def _write_timm(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
             f"timm has no ResNet with model.stem {model.stem}: use --format onnx, or --format all, whose folder "
             "trainer.export.load_encoder loads; docs/export.md shows how to build it from timm in four lines"
         )
+    # The folder already has the form of timm, so nothing else is written.
     network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     _compare(encoder, lambda pixels: network(encoder.normalize(pixels)), "timm")
 
@@ -50,6 +51,7 @@ def _write_torchvision(encoder: Encoder, model: ModelConfig, folder: Path) -> No
         )
     network: Any = torchvision.models.get_model(model.backbone, weights=None)
     state = encoder.plain_state()
+    # The state dict has no classifier.
     network.fc = nn.Identity()
     network.load_state_dict(state)
     network.eval()
@@ -63,6 +65,7 @@ def _write_onnx(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
         raise NotPossibleError(f"the ONNX export needs {' and '.join(missing)}: run `pip install {' '.join(missing)}`")
+    # Only their shape matters here, and the first dimension stays free.
     pixels = _random_pixels(encoder)
     program = torch.onnx.export(
         encoder,
@@ -82,7 +85,12 @@ def _write_onnx(encoder: Encoder, model: ModelConfig, folder: Path) -> None:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
-    _compare(encoder, lambda pixels: torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0]), "onnxruntime")
+
+    def run_session(pixels: Tensor) -> Tensor:
+        (features,) = session.run(None, {"pixels": pixels.numpy()})
+        return torch.from_numpy(features)
+
+    _compare(encoder, run_session, "onnxruntime")
 
 
 def _random_pixels(encoder: Encoder) -> Tensor:
@@ -96,9 +104,12 @@ def _compare(encoder: Encoder, other: Callable[[Tensor], Tensor], library: str) 
     """Raise RuntimeError if another library computes other features."""
     pixels = _random_pixels(encoder)
     with torch.inference_mode():
-        ours, theirs = encoder(pixels), other(pixels)
+        ours = encoder(pixels)
+        theirs = other(pixels)
     assert ours.shape == theirs.shape
-    difference = (ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-30)
+    largest = ours.abs().max().clamp_min(1e-30)
+    difference = (ours - theirs).abs().max() / largest
+    # Written with `not`, so that NaN counts as different.
     if not difference < _TOLERANCE:
         raise RuntimeError(f"{library} computes other features from the export (relative difference {difference:.2g})")
 

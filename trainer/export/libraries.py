@@ -31,17 +31,27 @@ def load_timm(name: str, file: Path | None) -> Encoder:
         advice = f"Without a network, give a file: timm:{name}=FILE" if is_model else "Save the folder again"
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"timm cannot load the weights of {name}: {reason}. {advice}") from error
+    # How the weights were evaluated, as timm documents it for this model.
     facts = timm.data.resolve_model_data_config(backbone)
     interpolation = facts["interpolation"]
     if facts["crop_mode"] != "center" or interpolation not in ("bicubic", "bilinear"):
         _log.warning(
             "%s was trained with crop mode %s and %s interpolation; images get a centre crop, interpolated bicubically if "
             "not bilinearly",
-            *(name, facts["crop_mode"], interpolation),
+            name,
+            facts["crop_mode"],
+            interpolation,
         )
     size = facts["input_size"][-1]
-    resize = math.floor(size / facts["crop_pct"])
-    return _filled(backbone, f"timm:{name}", file, size, resize, interpolation, facts["mean"], facts["std"])
+    preprocess = _preprocess(
+        size=size,
+        # timm rounds down as well.
+        eval_resize=math.floor(size / facts["crop_pct"]),
+        interpolation=interpolation,
+        mean=facts["mean"],
+        std=facts["std"],
+    )
+    return _filled(backbone, f"timm:{name}", file, preprocess)
 
 
 def load_torchvision(name: str, file: Path | None) -> Encoder:
@@ -59,25 +69,40 @@ def load_torchvision(name: str, file: Path | None) -> Encoder:
         ) from error
     if not isinstance(getattr(backbone, "fc", None), nn.Linear):
         raise InputError(f"the torchvision model {name} has no classifier named fc: use the same model of timm")
+    # As in a backbone of timm: its number of features, and no classifier.
     backbone.num_features = backbone.fc.in_features
     backbone.fc = nn.Identity()
     facts = weights.transforms()
     size = facts.crop_size[0]
     # Other programs evaluate with the usual 256:224, torchvision's newer weights with a tighter resize.
     resize = facts.resize_size[0] if file is None else round(size * 256 / 224)
-    interpolation = facts.interpolation.value
-    return _filled(backbone, f"torchvision:{name}", file, size, resize, interpolation, facts.mean, facts.std)
+    preprocess = _preprocess(
+        size=size,
+        eval_resize=resize,
+        interpolation=facts.interpolation.value,
+        mean=facts.mean,
+        std=facts.std,
+    )
+    return _filled(backbone, f"torchvision:{name}", file, preprocess)
 
 
-def _filled(
-    backbone: Any, name: str, file: Path | None, size: int, resize: int, interpolation: str, mean: Any, std: Any
-) -> Encoder:
+def _preprocess(*, size: int, eval_resize: int, interpolation: str, mean: Any, std: Any) -> Preprocess:
+    """Return the preprocessing that a library documents. An interpolation that this program lacks becomes bicubic."""
+    return Preprocess(
+        size=size,
+        eval_resize=eval_resize,
+        interpolation="bilinear" if interpolation == "bilinear" else "bicubic",
+        mean=tuple(mean),
+        std=tuple(std),
+    )
+
+
+def _filled(backbone: Any, name: str, file: Path | None, preprocess: Preprocess) -> Encoder:
     """Return the encoder with the weights of the file, or with those that the backbone has."""
-    method: Any = "bilinear" if interpolation == "bilinear" else "bicubic"
-    preprocess = Preprocess(size, resize, method, tuple(mean), tuple(std))
-    encoder = Encoder(backbone, preprocess, name if file is None else f"{name}={file.name}")
-    if file is not None:
-        found = find_encoder(read_weights(file), backbone.state_dict(), file)
-        # All names and shapes were compared. A strict load would ask for the counters of batches.
-        backbone.load_state_dict(found, strict=False)
+    if file is None:
+        return Encoder(backbone, preprocess, name)
+    encoder = Encoder(backbone, preprocess, f"{name}={file.name}")
+    found = find_encoder(read_weights(file), backbone.state_dict(), file)
+    # All names and shapes were compared. A strict load would ask for the counters of batches.
+    backbone.load_state_dict(found, strict=False)
     return encoder

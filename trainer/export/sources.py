@@ -52,6 +52,7 @@ def load_encoder(
 
 
 def _load_path(path: Path) -> Encoder:
+    # Only an exported folder has a config.json; a run folder has a config.yaml.
     if (path / CONFIG).is_file():
         return _load_folder(path)
     if path.is_dir():
@@ -71,7 +72,7 @@ def _load_checkpoint(path: Path) -> Encoder:
     settings = content.get("config")
     if not isinstance(settings, dict):
         raise InputError(f"cannot use checkpoint {path}: it holds no settings")
-    # Folders and other settings of the machine are nobody else's business.
+    # An export may be published, so it does not name folders and other settings of the machine.
     shaping = {key for key, declared, _ in all_settings(Config()) if shapes_result(declared)}
     facts = {
         "checkpoint_sha256": content["sha256"],
@@ -99,8 +100,21 @@ def _build(
     except InputError as error:
         raise InputError(f"cannot build the encoder of {path}: {error}") from error
     views = config.views
-    preprocess = Preprocess(views.size, views.eval_resize, views.interpolation, views.mean, views.std)
-    return Encoder(backbone, preprocess, name, model=config.model, class_names=class_names, facts=facts)
+    preprocess = Preprocess(
+        size=views.size,
+        eval_resize=views.eval_resize,
+        interpolation=views.interpolation,
+        mean=views.mean,
+        std=views.std,
+    )
+    return Encoder(
+        backbone,
+        preprocess,
+        name,
+        model=config.model,
+        class_names=class_names,
+        facts=facts,
+    )
 
 
 def _load_folder(folder: Path) -> Encoder:
@@ -119,7 +133,10 @@ def _load_folder(folder: Path) -> Encoder:
     except (ValueError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} is not what `wmse export` wrote ({error!r}): export the encoder again") from error
     weights = folder / WEIGHTS
-    put_encoder(encoder, {f"encoder.{name}": tensor for name, tensor in read_weights(weights).items()}, weights)
+    # The file has timm's names, and a run's network has them below `encoder`.
+    state = {f"encoder.{name}": tensor for name, tensor in read_weights(weights).items()}
+    put_encoder(encoder, state, weights)
+    # Other weights would fit the same architecture, so the digest is compared as well.
     if encoder.freeze().sha256 != digest:
         raise InputError(f"the weights in {weights} are not those that {CONFIG} names: export the encoder again")
     return encoder

@@ -54,28 +54,33 @@ class OnlineProbe:
         # Divide by a constant, so that ranks and micro-batches can be added up.
         loss = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum") / self._views_per_step
         loss.backward()
+        # An image without a label has the label -1, which no guess equals.
         is_right = logits.argmax(1) == labels
         self._counts += torch.stack([is_right.sum(), (labels >= 0).sum()])
 
     def update(self, skipped: Tensor) -> None:
         """Apply the gradients of all ranks. skipped: 0-d bool; true changes nothing."""
-        weight_grad, bias_grad = self.weight.grad, self.bias.grad
+        weight_grad = self.weight.grad
+        bias_grad = self.bias.grad
         assert weight_grad is not None
         assert bias_grad is not None
         if self._ranks.world_size > 1:
             # One collective joins gradients and counts.
             flat = torch.cat([weight_grad.flatten(), bias_grad, self._counts])
             dist.all_reduce(flat)
-            sizes = [weight_grad.numel(), bias_grad.numel(), 2]
-            for tensor, part in zip((weight_grad, bias_grad, self._counts), flat.split(sizes), strict=True):
+            tensors = (weight_grad, bias_grad, self._counts)
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, part in zip(tensors, flat.split(sizes), strict=True):
                 tensor.copy_(part.view_as(tensor))
         update(self._optimizer, self._learning_rate, skipped)
         self._optimizer.zero_grad()
+        # A skipped step learns nothing, so its views do not count either.
         self._sums += torch.where(skipped, 0.0, self._counts)
         self._counts.zero_()
 
     def take(self) -> dict[str, Tensor]:
         """Return the metrics since the last call over all ranks, 0-d float64; NaN if no view had a label."""
+        # Without a labelled view this is 0 / 0, which is NaN.
         right, labelled = self._sums.unbind()
         top1 = 100 * right / labelled
         self._sums = torch.zeros_like(self._sums)
@@ -83,11 +88,13 @@ class OnlineProbe:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
+        # The options of the optimizer follow from the settings, so only the moments are kept.
         moments = self._optimizer.state_dict()["state"]
         return {"weight": self.weight, "bias": self.bias, "sums": self._sums, "optimizer": moments}
 
     def load(self, state: dict[str, Any]) -> bool:
         """Restore what `state` returned. Returns False, and changes nothing, if classes or features differ in number."""
+        # The run may continue on a set with other classes.
         if state["weight"].shape != self.weight.shape:
             return False
         with torch.no_grad():

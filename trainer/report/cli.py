@@ -61,7 +61,9 @@ def write_report(folders: Sequence[Path], out: Path | None, num_images: int) -> 
 
     Raises InputError if a folder is not a run, and OSError if the page cannot be written."""
     run_dirs = find_runs(folders)
-    path = out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / "report.html"
+    # The page of one run belongs into its folder; that of several runs belongs to none of them.
+    folder = run_dirs[0] if len(run_dirs) == 1 else Path()
+    path = out or folder / "report.html"
     if path.is_dir():
         raise InputError(f"--out {path} is a folder: give the name of a file, such as {path / 'report.html'}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +75,7 @@ def write_report(folders: Sequence[Path], out: Path | None, num_images: int) -> 
 
     start_logging(None, 0)
     rows = describe_runs(run_dirs)
+    # Read the files of all runs before the first picture, so that the curves show about the same time.
     runs = [collect_run(*about) for about in zip(run_dirs, _names(run_dirs), rows, strict=True)]
     shown = [_with_pictures(run, num_images) for run in runs]
     write_text(path, render(shown))
@@ -95,7 +98,10 @@ def _with_pictures(run: Run, num_images: int) -> Shown:
         return Shown(run)
     if run.config is None:
         return Shown(run, problems=["images need the settings in config.yaml, which cannot be read"])
-    views, pictures, problems = "", None, []
+    views = ""
+    pictures = None
+    problems = []
+    # Two tries, because the views need only the training images, and the other pictures also a checkpoint.
     try:
         views = _draw_views(run)
     except (InputError, OSError) as error:
@@ -117,6 +123,7 @@ def _draw_views(run: Run) -> str:
     from trainer.tools.preview import write_preview
 
     assert run.config is not None
+    # `wmse preview` writes a file, which is read back.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "views.png"
         write_preview(run.config, _VIEWED, path)

@@ -50,18 +50,23 @@ class Result:
     @property
     def how(self) -> str:
         """How the protocol measures."""
-        vote = [text(self.content, key) for key in ("metric", "vote")]
-        return text(self.content, "protocol") or "; ".join(part for part in vote if part)
+        # Only k-NN has no `protocol`, but a metric and a vote.
+        parts = [text(self.content, key) for key in ("metric", "vote")]
+        vote = "; ".join(part for part in parts if part)
+        return text(self.content, "protocol") or vote
 
     @property
     def warnings(self) -> list[str]:
         """Signs of a collapse that the diagnostics found."""
         found = self.content.get("warnings")
-        return [str(line) for line in found] if isinstance(found, list) else []
+        if not isinstance(found, list):
+            return []
+        return [str(line) for line in found]
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of `top1`, in percent."""
+        # A result with several accuracies, such as that of k-NN by cosine, has their intervals under `by_k` or `shares`.
         limits = self.content.get("interval95")
         if not isinstance(limits, list) or len(limits) != 2:
             return None
@@ -96,8 +101,13 @@ class Run:
 
     def last_results(self) -> list[Result]:
         """Return the results of the last evaluated checkpoint."""
-        steps = [result.step for result in self.results if result.is_of_run and result.step is not None]
-        return [result for result in self.results if result.is_of_run and steps and result.step == max(steps)]
+        of_run = [result for result in self.results if result.is_of_run]
+        steps = [result.step for result in of_run if result.step is not None]
+        # The baselines have no step, so they are not among the last results.
+        if not steps:
+            return []
+        last_step = max(steps)
+        return [result for result in of_run if result.step == last_step]
 
 
 def collect_run(folder: Path, name: str, status: dict[str, Any]) -> Run:
@@ -108,20 +118,32 @@ def collect_run(folder: Path, name: str, status: dict[str, Any]) -> Run:
     lines = _read_lines(folder / "metrics.jsonl", problems)
     # The epoch of a line is rounded, so the last line gives the most exact number of steps in an epoch.
     last = lines[-1] if lines else state
-    step, epoch = number(last, "step"), number(last, "epoch")
+    step = number(last, "step")
+    epoch = number(last, "epoch")
     steps_per_epoch = step / epoch if step and epoch else None
-    results = _read_results(folder / "eval", steps_per_epoch, problems)
-    log = _read_log(folder / "log.txt", problems)
-    return Run(folder, name, status, state, config, sources, lines, results, log, problems)
+    return Run(
+        folder=folder,
+        name=name,
+        status=status,
+        state=state,
+        config=config,
+        sources=sources,
+        lines=lines,
+        results=_read_results(folder / "eval", steps_per_epoch, problems),
+        log=_read_log(folder / "log.txt", problems),
+        problems=problems,
+    )
 
 
 def _read_config(path: Path, problems: list[str]) -> tuple[Config | None, dict[str, str]]:
+    """Read the settings, and the source of each setting, which stands in a comment behind its value."""
     try:
         config = load_config(path, [])
         content = path.read_text(encoding="utf-8")
     except (InputError, OSError, ValueError, yaml.YAMLError) as error:
         problems.append(f"cannot read config.yaml: {error}")
         return None, {}
+    # The comments with the sources are lost when YAML is parsed, so the lines are read as text.
     sources = {}
     section = ""
     for line in content.splitlines():
@@ -142,7 +164,8 @@ def _read_config(path: Path, problems: list[str]) -> tuple[Config | None, dict[s
 def _read_bytes(path: Path, problems: list[str], last: int | None = None) -> bytes:
     """Read a file, or its `last` bytes; empty if it is missing or cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block
+        # Opening a named pipe would block.
+        if not stat.S_ISREG(path.stat().st_mode):
             problems.append(f"{path.name} is not a file")
             return b""
         with path.open("rb") as file:
@@ -158,7 +181,8 @@ def _read_bytes(path: Path, problems: list[str], last: int | None = None) -> byt
 
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl. The last one is damaged if the run is writing it."""
-    found, damaged = [], 0
+    found = []
+    num_damaged = 0
     for line in _read_bytes(path, problems).splitlines():
         try:
             values = json.loads(line)
@@ -167,49 +191,80 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         if isinstance(values, dict) and number(values, "step") is not None:
             found.append(values)
         else:
-            damaged += 1
-    if damaged:
-        problems.append(f"{path.name} has {damaged} damaged or incomplete lines, which are left out")
+            num_damaged += 1
+    if num_damaged:
+        problems.append(f"{path.name} has {num_damaged} damaged or incomplete lines, which are left out")
     return found
 
 
 def _read_results(folder: Path, steps_per_epoch: float | None, problems: list[str]) -> list[Result]:
     """Read all results: checkpoints in the order of their steps, then the baselines; each in the order of `PROTOCOLS`."""
     found = []
-    # A name with a dot in front belongs to a result that is being written.
-    for path in sorted(path for path in folder.glob("*.json") if not path.name.startswith(".")):
-        own_problems: list[str] = []
-        content = read_json(path, own_problems)
-        names = content.get("figures")
-        checkpoint = text(content, "checkpoint")
-        if not own_problems and (not isinstance(names, list) or checkpoint is None):
-            own_problems.append(f"{path.name} is not a result of an evaluation")
-        problems += [f"eval/{problem}" if problem.startswith(path.name) else problem for problem in own_problems]
-        if own_problems or not isinstance(names, list) or checkpoint is None:
+    for path in sorted(folder.glob("*.json")):
+        # A name with a dot in front belongs to a result that is being written.
+        if path.name.startswith("."):
             continue
-        values = {str(key): number(content, str(key)) for key in names}
-        step = number(content, "step")
-        found.append(
-            Result(
-                path.name,
-                path.stem.partition(f"_{checkpoint}")[0],
-                checkpoint,
-                None if step is None else int(step),
-                step / steps_per_epoch if step is not None and steps_per_epoch else None,
-                {key: value for key, value in values.items() if value is not None},
-                content,
-            )
-        )
+        result = _read_result(path, steps_per_epoch, problems)
+        if result is not None:
+            found.append(result)
+    return sorted(found, key=_order)
 
-    def order(result: Result) -> tuple[Any, ...]:
-        place = PROTOCOLS.index(result.protocol) if result.protocol in PROTOCOLS else len(PROTOCOLS)
-        return result.step is None, result.step or 0, result.checkpoint, place, result.file
 
-    return sorted(found, key=order)
+def _read_result(path: Path, steps_per_epoch: float | None, problems: list[str]) -> Result | None:
+    """Read one result; None with a new line in `problems` if it is damaged."""
+    own_problems: list[str] = []
+    content = read_json(path, own_problems)
+    for problem in own_problems:
+        # The page names files relative to the run folder.
+        is_named = problem.startswith(path.name)
+        problems.append(f"eval/{problem}" if is_named else problem)
+    if own_problems:
+        return None
+    keys = content.get("figures")
+    checkpoint = text(content, "checkpoint")
+    if not isinstance(keys, list) or checkpoint is None:
+        problems.append(f"eval/{path.name} is not a result of an evaluation")
+        return None
+
+    figures: dict[str, float] = {}
+    for key in map(str, keys):
+        value = number(content, key)
+        if value is not None:
+            figures[key] = value
+    # The baselines have no step, and a run without metrics has no known number of steps in an epoch.
+    step = number(content, "step")
+    epoch = None
+    if step is not None and steps_per_epoch:
+        epoch = step / steps_per_epoch
+    return Result(
+        file=path.name,
+        protocol=path.stem.partition(f"_{checkpoint}")[0],
+        checkpoint=checkpoint,
+        step=None if step is None else int(step),
+        epoch=epoch,
+        figures=figures,
+        content=content,
+    )
+
+
+def _order(result: Result) -> tuple[Any, ...]:
+    """Return the key by which results are sorted."""
+    # A protocol of a newer program comes after those that this one knows.
+    place = len(PROTOCOLS)
+    if result.protocol in PROTOCOLS:
+        place = PROTOCOLS.index(result.protocol)
+    is_baseline = result.step is None
+    step = result.step or 0
+    return is_baseline, step, result.checkpoint, place, result.file
 
 
 def _read_log(path: Path, problems: list[str]) -> dict[str, str]:
     """Return commit, torch and device of the last start that log.txt names."""
     content = _read_bytes(path, problems, last=_LOG_BYTES).decode(errors="backslashreplace")
-    starts = [match for line in content.splitlines() if (match := _COMMIT.search(line))]
-    return dict(zip(("commit", "torch", "device"), starts[-1].groups(), strict=True)) if starts else {}
+    # A resumed run has one such line for each start, and the last start is the one that matters.
+    for line in reversed(content.splitlines()):
+        match = _COMMIT.search(line)
+        if match:
+            commit, torch, device = match.groups()
+            return {"commit": commit, "torch": torch, "device": device}
+    return {}

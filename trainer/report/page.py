@@ -64,6 +64,7 @@ class Shown:
 
 def render(shown: Sequence[Shown]) -> str:
     """Return the page."""
+    # Names of classes and files are not trusted, so each text is escaped, and a missing name is an error.
     environment = Environment(
         loader=PackageLoader("trainer.report", "."),
         autoescape=True,
@@ -72,8 +73,14 @@ def render(shown: Sequence[Shown]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(uri=_svg_uri, number=_number, words=_words, color=color_of)
+    environment.filters.update(
+        uri=_svg_uri,
+        number=_number,
+        words=_words,
+        color=color_of,
+    )
     runs = [each.run for each in shown]
+    # The template only lays out what is computed here.
     template = environment.get_template("template.html.j2")
     return template.render(
         shown=shown,
@@ -82,13 +89,10 @@ def render(shown: Sequence[Shown]) -> str:
         curves=_training_curves(runs),
         accuracy=_accuracy(runs),
         tables=[figure_table(run) for run in runs if run.results],
+        **_rows_of_results(runs),
         paper_names=[(run, recipe_of(run)) for run in runs],
         paper=PAPER,
-        classes=[
-            (run, result, *_classes(result, color_of(i))) for i, run in enumerate(runs) for result in _scored(run)
-        ],
         spectrum=_spectra(runs),
-        diagnosed=[(run, result) for run in runs for result in run.last_results() if result.protocol == "diagnostics"],
         differences=_differences(runs),
         changed=[_not_default(run) for run in runs],
         versions=_versions(),
@@ -96,13 +100,31 @@ def render(shown: Sequence[Shown]) -> str:
     )
 
 
+def _rows_of_results(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the rows of the tables of results, each with its run and result, by their names in the template."""
+    classes: list[Any] = []
+    diagnosed: list[Any] = []
+    for i, run in enumerate(runs):
+        for result in run.last_results():
+            # Only some protocols give an accuracy for each class.
+            if isinstance(result.content.get("per_class_top1"), dict):
+                classes.append((run, result, *_classes(result, color_of(i))))
+            if result.protocol == "diagnostics":
+                diagnosed.append((run, result))
+    return {"classes": classes, "diagnosed": diagnosed}
+
+
 def _printable(value: Any) -> Any:
     """Escape characters that cannot be encoded or that change the writing direction, in each text from outside."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    # Markup is text that this module has made itself.
+    is_from_outside = isinstance(value, str) and not isinstance(value, Markup)
+    return printable(value) if is_from_outside else value
 
 
 def _svg_uri(svg: bytes) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+    """Return an SVG file as a data URI, so that the page needs no other file."""
+    encoded = base64.b64encode(svg).decode()
+    return f"data:image/svg+xml;base64,{encoded}"
 
 
 def _words(key: str) -> str:
@@ -111,26 +133,23 @@ def _words(key: str) -> str:
 
 
 def _number(value: object) -> str:
+    """Return a setting or a figure as text, with at most four digits of a fraction."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _head(run: Run) -> dict[str, str]:
     """Return the rows of the first table for one run."""
-    status, config = run.status, run.config
-    times = [value for line in run.lines if (value := number(line, "time")) is not None]
-    epochs = config.optimizer.epochs if config else "?"
-    step, epoch = status["step"], status["epoch"]
-    files = [source for source in dict.fromkeys(run.sources.values()) if source not in ("default", "command line")]
+    config = run.config
+    # dict.fromkeys drops repetitions and keeps the order.
+    sources = dict.fromkeys(run.sources.values())
+    files = [source for source in sources if source not in ("default", "command line")]
+    # The commit of the last result that names one counts.
     about: dict[str, Any] = {}
     for result in run.results:
-        about = about | result.content
+        about |= result.content
     return {
         "Folder": str(run.folder),
-        "Status": status["state"] + (f": {status['message']}" if status["message"] else ""),
-        "Epochs": f"{'?' if epoch is None else f'{epoch:.4g}'} of {epochs}",
-        "Steps": f"{'?' if step is None else f'{step:,}'} of {_or_unknown(status['total_steps'])}",
-        "First metrics": time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0])) if times else "none yet",
-        "Last metrics": time.strftime("%Y-%m-%d %H:%M", time.localtime(times[-1])) if times else "none yet",
+        **_progress(run),
         "Method": config.method if config else "unknown",
         "Encoder": config.model.backbone if config else "unknown",
         "Settings from": ", ".join(files) or "unknown",
@@ -144,43 +163,102 @@ def _head(run: Run) -> dict[str, str]:
     }
 
 
+def _progress(run: Run) -> dict[str, str]:
+    """Return the rows that say how far a run is."""
+    status = run.status
+    state = status["state"]
+    if status["message"]:
+        state = f"{state}: {status['message']}"
+    epoch = status["epoch"]
+    epoch_text = "?" if epoch is None else f"{epoch:.4g}"
+    epochs = run.config.optimizer.epochs if run.config else "?"
+    step = _or_unknown(status["step"])
+    total_steps = _or_unknown(status["total_steps"])
+    # A damaged line may lack its time.
+    times = [number(line, "time") for line in run.lines]
+    known = [seconds for seconds in times if seconds is not None]
+    return {
+        "Status": state,
+        "Epochs": f"{epoch_text} of {epochs}",
+        "Steps": f"{step} of {total_steps}",
+        "First metrics": _minute(known[0]) if known else "none yet",
+        "Last metrics": _minute(known[-1]) if known else "none yet",
+    }
+
+
+def _minute(seconds: float) -> str:
+    """Return a point in time, in seconds since 1970, as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
 def _versions() -> str:
     """Return the versions with which the page was made, which may differ from those of the runs."""
     found = [f"Python {platform.python_version()}"]
     for package in ("torch", "nvidia-dali-cuda120", "timm", "matplotlib"):
+        # A package that is not installed is not part of what made the page.
         with suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return ", ".join([*found, f"commit {git_commit() or 'unknown'}"])
+            version = metadata.version(package)
+            found.append(f"{package} {version}")
+    commit = git_commit() or "unknown"
+    found.append(f"commit {commit}")
+    return ", ".join(found)
 
 
 def _or_unknown(value: object) -> str:
+    """Return a whole number with separators of thousands; a question mark for anything else."""
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
 def _points(lines: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
-    """Return the lines that have both values."""
-    pairs = [(number(line, x), number(line, y)) for line in lines]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return [a for a, _ in known], [b for _, b in known]
+    """Return the values under the keys `x` and `y` of the lines that have both."""
+    xs: list[float] = []
+    ys: list[float] = []
+    for line in lines:
+        x_value = number(line, x)
+        y_value = number(line, y)
+        if x_value is not None and y_value is not None:
+            xs.append(x_value)
+            ys.append(y_value)
+    return xs, ys
 
 
 def _training_curves(runs: Sequence[Run]) -> list[Plot]:
     """Draw the common metrics, and those that the methods add."""
+    common = all_metrics({})
+    # A dict is a set that keeps the order.
     keys = dict.fromkeys(_CURVES)
     for run in runs:
-        keys |= dict.fromkeys(key for key in (run.lines[-1] if run.lines else {}) if key not in all_metrics({}))
+        last_line = run.lines[-1] if run.lines else {}
+        of_method = [key for key in last_line if key not in common]
+        keys |= dict.fromkeys(of_method)
     plots = []
     for key in keys:
-        curves = [Curve(*_points(run.lines, "epoch", key), color_of(i)) for i, run in enumerate(runs)]
-        curves = [curve for curve in curves if curve.y]
+        curves = []
+        for i, run in enumerate(runs):
+            x, y = _points(run.lines, "epoch", key)
+            if y:
+                curves.append(Curve(x, y, color_of(i)))
         if not curves:
             continue
+        # The scale of a common metric is known; that of a method's metric follows from its values.
+        is_wide = key not in common and _is_wide(curves)
         label = _CURVES.get(key, key.replace("_", " "))
-        values = [value for curve in curves for value in curve.y]
-        is_wide = key not in all_metrics({}) and min(values) > 0 and max(values) / min(values) > _WIDE_RATIO
         svg = draw_curves(curves, "epoch", label, log="y" if is_wide else "")
-        plots.append(Plot(label, svg, f"{label} against the epoch, last value {curves[0].y[-1]:.4g}"))
+        plots.append(Plot(label, svg, _describe(label, curves)))
     return plots
+
+
+def _is_wide(curves: Sequence[Curve]) -> bool:
+    """Return whether the values need a logarithmic axis, and can have one."""
+    smallest = min(min(curve.y) for curve in curves)
+    largest = max(max(curve.y) for curve in curves)
+    return smallest > 0 and largest / smallest > _WIDE_RATIO
+
+
+def _describe(title: str, curves: Sequence[Curve]) -> str:
+    """Describe a plot for those who do not see it."""
+    last_value = curves[0].y[-1]
+    return f"{title} against the epoch, last value {last_value:.4g}"
 
 
 def _accuracy(runs: Sequence[Run]) -> list[Plot]:
@@ -188,42 +266,74 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
     kinds: dict[tuple[str, str], str] = {}
     for run in runs:
         for result in run.results:
-            # Top-5 is in the table only, because twice as many plots would be harder to read.
-            shown = [key for key in result.figures if not key.endswith("top5")]
-            kinds |= {(result.protocol, key): result.label for key in shown}
+            for key in result.figures:
+                # Top-5 is in the table only, because twice as many plots would be harder to read.
+                if not key.endswith("top5"):
+                    kinds[result.protocol, key] = result.label
     plots = []
+    # One plot for each figure, with a curve for each run.
     for (protocol, key), label in kinds.items():
-        curves, levels = [], []
+        curves: list[Curve] = []
+        levels: list[Level] = []
         for i, run in enumerate(runs):
-            found = [r for r in run.results if r.is_of_run and r.protocol == protocol and key in r.figures]
-            points = [(r.epoch, r.figures[key]) for r in found if r.epoch is not None]
-            if points:
-                curves.append(Curve([x for x, _ in points], [y for _, y in points], color_of(i)))
-            levels += [Level(r.figures[key], _BASELINES[r.checkpoint], color_of(i)) for r in found if r.step is None]
-        if curves:
-            unit = " (%)" if "top" in key else ""
-            words = _words(key)
-            svg = draw_curves(curves, "epoch", words + unit, levels=levels, markers=True)
-            title = f"{label}: {words}"
-            plots.append(Plot(title, svg, f"{title} against the epoch, last value {curves[0].y[-1]:.4g}"))
+            curve, baselines = _curve_of(run, protocol, key, color_of(i))
+            if curve.y:
+                curves.append(curve)
+            levels += baselines
+        # Baselines alone do not depend on the epoch, so they give no plot.
+        if not curves:
+            continue
+        words = _words(key)
+        unit = " (%)" if "top" in key else ""
+        svg = draw_curves(
+            curves,
+            "epoch",
+            words + unit,
+            levels=levels,
+            markers=True,
+        )
+        title = f"{label}: {words}"
+        plots.append(Plot(title, svg, _describe(title, curves)))
     return plots
 
 
-def _scored(run: Run) -> list[Result]:
-    """Return the results of the last checkpoint that have an accuracy for each class."""
-    return [result for result in run.last_results() if isinstance(result.content.get("per_class_top1"), dict)]
+def _curve_of(run: Run, protocol: str, key: str, color: str) -> tuple[Curve, list[Level]]:
+    """Return one figure of a run's checkpoints against the epoch, and the same figure of its baselines."""
+    epochs: list[float] = []
+    values: list[float] = []
+    baselines: list[Level] = []
+    for result in run.results:
+        if not result.is_of_run or result.protocol != protocol or key not in result.figures:
+            continue
+        value = result.figures[key]
+        if result.epoch is not None:
+            epochs.append(result.epoch)
+            values.append(value)
+        # Only a baseline has no step.
+        if result.step is None:
+            name = _BASELINES[result.checkpoint]
+            baselines.append(Level(value, name, color))
+    return Curve(epochs, values, color), baselines
 
 
 def _classes(result: Result, color: str) -> tuple[Plot, int, list[list[Any]]]:
     """Draw the accuracy of the classes. Returns also the number of classes, and the most frequent confusions."""
+    # Somebody may have edited the file of the result, so values of other types are left out.
     per_class = result.content["per_class_top1"]
-    values = {name: value for name in per_class if (value := number(per_class, name)) is not None}
-    order = sorted(values, key=lambda name: -values[name])
-    shown = order if len(order) <= _MOST_CLASSES else [*order[:_ENDS], *order[-_ENDS:]]
-    svg = draw_bars(shown, [values[name] for name in shown], "top-1 of the class (%)", color)
-    confusions = result.content.get("confusions")
-    pairs = [pair for pair in confusions if isinstance(pair, list) and len(pair) == 3] if confusions else []
+    values: dict[str, float] = {}
+    for name in per_class:
+        value = number(per_class, name)
+        if value is not None:
+            values[name] = value
+    shown = sorted(values, key=lambda name: -values[name])
+    # Of 1,000 classes, only the best and the worst are of interest.
+    if len(shown) > _MOST_CLASSES:
+        shown = [*shown[:_ENDS], *shown[-_ENDS:]]
+    heights = [values[name] for name in shown]
+    svg = draw_bars(shown, heights, "top-1 of the class (%)", color)
     alt = ", ".join(f"{name} {values[name]:.1f}" for name in shown)
+    confusions = result.content.get("confusions") or []
+    pairs = [pair for pair in confusions if isinstance(pair, list) and len(pair) == 3]
     return Plot(result.label, svg, alt), len(values), pairs[:_MOST_CONFUSIONS]
 
 
@@ -233,12 +343,13 @@ def _spectra(runs: Sequence[Run]) -> Plot | None:
     for i, run in enumerate(runs):
         for result in run.last_results():
             values = result.content.get("spectrum")
+            if not isinstance(values, list):
+                continue
             # A logarithmic axis has no place for 0.
-            shares = (
-                [v for v in values if isinstance(v, float) and 0 < v < math.inf] if isinstance(values, list) else []
-            )
+            shares = [value for value in values if isinstance(value, float) and 0 < value < math.inf]
             if shares:
-                curves.append(Curve(range(1, len(shares) + 1), shares, color_of(i)))
+                axis_numbers = range(1, len(shares) + 1)
+                curves.append(Curve(axis_numbers, shares, color_of(i)))
     if not curves:
         return None
     svg = draw_curves(curves, "principal axis of the features", "share of the variance", log="xy")
@@ -247,16 +358,28 @@ def _spectra(runs: Sequence[Run]) -> Plot | None:
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """List the settings that differ between the runs, with the value of each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    rows = [(key, [str(run.settings.get(key, "unknown")) for run in runs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    # `Run.settings` is computed at each access.
+    settings_of_runs = [run.settings for run in runs]
+    # The settings of a run whose config cannot be read are empty.
+    keys: dict[str, None] = {}
+    for settings in settings_of_runs:
+        keys |= dict.fromkeys(settings)
+    rows = []
+    for key in keys:
+        values = [str(settings.get(key, "unknown")) for settings in settings_of_runs]
+        if len(set(values)) > 1:
+            rows.append((key, values))
+    return rows
 
 
 def _not_default(run: Run) -> list[tuple[str, str, str, str]]:
     """List key, value, default and source of the settings that differ from the defaults."""
+    # The runs may be older than this program, whose defaults are shown.
     defaults = plain_settings(Config())
-    return [
-        (key, str(value), str(defaults[key]), run.sources.get(key, "unknown"))
-        for key, value in run.settings.items()
-        if value != defaults[key]
-    ]
+    rows = []
+    for key, value in run.settings.items():
+        default = defaults[key]
+        if value != default:
+            source = run.sources.get(key, "unknown")
+            rows.append((key, str(value), str(default), source))
+    return rows

@@ -66,15 +66,9 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
 
     Raises InputError or OSError if the checkpoint or the images are missing."""
     evaluator = RunEvaluator(run_dir, [], Ranks())
-    try:
-        train_split, test_split = evaluator.splits
-        has_classes = True
-    except InputError:
-        # Without labelled splits, every second training image stands for a test image.
-        train_split, test_split = _halves(evaluator)
-        evaluator.splits = (train_split, test_split)
-        has_classes = False
+    train_split, test_split, has_classes = _open_splits(evaluator)
     encode, source = evaluator.encoder("last")
+    # A sample of the images is enough for pictures.
     train = extract(encode, _spread(train_split, num_images), evaluator.place)
     test = extract(encode, _spread(test_split, num_images), evaluator.place)
 
@@ -82,23 +76,47 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
     rows = []
     for number in _even(len(test.ids), _SHOWN):
         shown = _thumbnail(test_split, int(test.ids[number]), has_classes)
-        found = [_thumbnail(train_split, int(train.ids[each]), has_classes) for each in nearest[number]]
-        marked = [replace(each, is_right=each.label == shown.label) if has_classes else each for each in found]
-        rows.append((shown, marked))
+        ids = [int(train.ids[train_number]) for train_number in nearest[number]]
+        found = [_thumbnail(train_split, image_id, has_classes) for image_id in ids]
+        # Without classes, no neighbour is right or wrong.
+        if has_classes:
+            found = [replace(each, is_right=each.label == shown.label) for each in found]
+        rows.append((shown, found))
 
+    # More points than these would cover each other.
     kept = torch.from_numpy(_even(len(test.ids), _MAPPED))
     positions, explained = principal_axes(test.x[kept])
-    labels = [test.class_names[label] for label in test.labels[kept].tolist()] if has_classes else None
+    labels = None
+    if has_classes:
+        labels = [test.class_names[label] for label in test.labels[kept].tolist()]
     groups, legend = _groups(positions, labels)
     return Pictures(
-        source.name,
-        f"{len(train.ids):,} of {len(train_split.labelled):,} images of the split {train_split.name!r}",
-        f"{len(kept):,} of {len(test_split.labelled):,} images of the split {test_split.name!r}",
-        rows,
-        draw_map(groups),
-        legend,
-        explained,
+        checkpoint=source.name,
+        train=_describe_images(len(train.ids), train_split),
+        mapped=_describe_images(len(kept), test_split),
+        rows=rows,
+        map=draw_map(groups),
+        legend=legend,
+        explained=explained,
     )
+
+
+def _describe_images(count: int, split: Split) -> str:
+    """Say how many images of a split are shown."""
+    return f"{count:,} of {len(split.labelled):,} images of the split {split.name!r}"
+
+
+def _open_splits(evaluator: RunEvaluator) -> tuple[Split, Split, bool]:
+    """Return the training split, the test split, and whether they have classes."""
+    has_classes = True
+    try:
+        train_split, test_split = evaluator.splits
+    except InputError:
+        # Without labelled splits, every second training image stands for a test image.
+        train_split, test_split = _halves(evaluator)
+        evaluator.splits = (train_split, test_split)
+        has_classes = False
+    return train_split, test_split, has_classes
 
 
 def data_uri(image: Image.Image) -> str:
@@ -110,7 +128,8 @@ def data_uri(image: Image.Image) -> str:
         file = io.BytesIO()
         image.convert("RGB").save(file, "jpeg", quality=88)
         kind = "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return f"data:image/{kind};base64,{encoded}"
 
 
 def principal_axes(x: Tensor) -> tuple[Tensor, float]:
@@ -122,24 +141,35 @@ def principal_axes(x: Tensor) -> tuple[Tensor, float]:
     positions = torch.nn.functional.pad(scores, (0, 2 - scores.shape[1]))
     variance = s.square()
     total = float(variance.sum())
-    return positions, float(variance[:2].sum()) / total if total else 0.0
+    # Equal features have no variance to explain.
+    explained = float(variance[:2].sum()) / total if total else 0.0
+    return positions, explained
 
 
 def _halves(evaluator: RunEvaluator) -> tuple[Split, Split]:
+    """Return the even and the odd images of the training split, all with the label 0."""
     data = evaluator.config.data
     index = open_images(data, data.train_split)
-    everything = Split(data.train_split, index, np.zeros(len(index), np.int64), index.class_names or [""])
+    # An evaluation only encodes images with a label, so each image gets one.
+    labels = np.zeros(len(index), np.int64)
+    class_names = index.class_names or [""]
+    everything = Split(data.train_split, index, labels, class_names)
     ids = np.arange(len(index))
     return everything.only(ids[::2]), everything.only(ids[1::2])
 
 
 def _even(count: int, most: int) -> np.ndarray:
     """Return at most `most` of the numbers 0..count-1, evenly spread."""
-    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+    kept = min(count, most)
+    return np.linspace(0, count - 1, kept).astype(np.int64)
 
 
 def _spread(split: Split, most: int) -> Split:
-    return split.only(split.labelled[_even(len(split.labelled), most)])
+    """Return the split with at most `most` of its labelled images."""
+    ids = split.labelled
+    # A split is often sorted by class, so its first images would show few classes.
+    kept = _even(len(ids), most)
+    return split.only(ids[kept])
 
 
 def find_neighbours(train: Features, test: Features, device: torch.device) -> list[list[int]]:
@@ -147,15 +177,22 @@ def find_neighbours(train: Features, test: Features, device: torch.device) -> li
     # The search returns the labels of the neighbours, so each image gets its own number as a label.
     numbered = replace(train, labels=torch.arange(len(train.labels)))
     k = min(_NEIGHBOURS, len(train.labels))
-    return nearest_neighbours(numbered, test, k, "euclidean", device).labels.tolist()
+    found = nearest_neighbours(numbered, test, k, "euclidean", device)
+    return found.labels.tolist()
 
 
 def _thumbnail(split: Split, image_id: int, has_classes: bool) -> Thumbnail:
-    label = split.class_names[split.labels[image_id]] if has_classes else ""
-    return Thumbnail(data_uri(_small(split.index, image_id)), split.index.name(image_id), label)
+    label = ""
+    if has_classes:
+        label = split.class_names[split.labels[image_id]]
+    image = _small(split.index, image_id)
+    name = split.index.name(image_id)
+    return Thumbnail(data_uri(image), name, label)
 
 
 def _small(index: Index, image_id: int) -> Image.Image:
+    """Return an image, at most 96 pixels wide and high."""
+    # The decoder of the training gives the pixels that the encoder learnt from.
     image = Image.fromarray(decode(index.read(image_id)))
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     return image
@@ -163,18 +200,26 @@ def _small(index: Index, image_id: int) -> Image.Image:
 
 def _groups(positions: Tensor, labels: list[str] | None) -> tuple[list[Curve], list[tuple[str, str]]]:
     """Colour the most frequent classes; the others share one colour. Returns the points and the legend."""
-    x, y = positions.T.tolist()
     if labels is None:
-        return [Curve(x, y, COLORS[0])], []
+        return [_points(positions, COLORS[0])], []
     counts = Counter(labels)
-    colored = sorted(name for name, _ in counts.most_common(len(COLORS)))
-    groups, legend = [], []
+    most_frequent = counts.most_common(len(COLORS))
+    colored = sorted(name for name, _ in most_frequent)
+    groups: list[Curve] = []
+    legend: list[tuple[str, str]] = []
+    # The other classes come first, so that the coloured points are drawn over theirs.
     if len(counts) > len(colored):
-        rest = [number for number, label in enumerate(labels) if label not in colored]
-        groups.append(Curve([x[number] for number in rest], [y[number] for number in rest], OTHER))
+        is_other = torch.tensor([label not in colored for label in labels])
+        groups.append(_points(positions[is_other], OTHER))
         legend.append((OTHER, _OTHER_CLASSES))
     for color, name in zip(COLORS, colored, strict=False):
-        own = [number for number, label in enumerate(labels) if label == name]
-        groups.append(Curve([x[number] for number in own], [y[number] for number in own], color))
+        is_own = torch.tensor([label == name for label in labels])
+        groups.append(_points(positions[is_own], color))
         legend.append((color, name))
     return groups, legend
+
+
+def _points(positions: Tensor, color: str) -> Curve:
+    """Return positions (n, 2) as points of one colour."""
+    x, y = positions.T.tolist()
+    return Curve(x, y, color)

@@ -58,8 +58,12 @@ def color_of(number: int) -> str:
 def thin_out(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
     """Keep at most 1,000 evenly spread points of a curve, the first and the last among them."""
     count = min(len(x), _MOST_POINTS)
-    kept = [round(number * (len(x) - 1) / max(count - 1, 1)) for number in range(count)]
-    return [x[number] for number in kept], [y[number] for number in kept]
+    # Distance of the kept points in the curve; it is not a whole number, so each place is rounded.
+    step = (len(x) - 1) / max(count - 1, 1)
+    kept = [round(number * step) for number in range(count)]
+    kept_x = [x[number] for number in kept]
+    kept_y = [y[number] for number in kept]
+    return kept_x, kept_y
 
 
 def draw_curves(
@@ -71,10 +75,13 @@ def draw_curves(
     levels: Sequence[Level] = (),
     markers: bool = False,
 ) -> bytes:
-    """Draw curves. log: the letters of the axes with a logarithmic scale. markers: show each point and label the last one."""
+    """Draw curves, and return the SVG file.
+
+    log: the letters of the axes with a logarithmic scale. markers: show each point, and label the last ones and the levels."""
     with rc_context(_STYLE):
         figure, axes = _axes(4.6, 2.9, xlabel, ylabel)
         for curve in curves:
+            # A browser cannot show more points, and they would only make the page large.
             x, y = thin_out(curve.x, curve.y)
             # A single point is invisible as a line.
             marker = "o" if markers or len(x) == 1 else ""
@@ -87,31 +94,52 @@ def draw_curves(
             getattr(axes, f"{axis}axis").set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         if markers:
             axes.margins(y=0.12)
-            axes.set_xlim(0, 1.06 * max(max(curve.x) for curve in curves))
-            ends = [Level(curve.y[-1], f"{curve.y[-1]:.4g}", curve.color) for curve in curves]
-            _label_levels(axes, [*ends, *(Level(one.y, f"{one.label} {one.y:.4g}", one.color) for one in levels)])
+            # Room for the marker of the last point.
+            last_x = max(max(curve.x) for curve in curves)
+            axes.set_xlim(0, 1.06 * last_x)
+            labels = []
+            for curve in curves:
+                last_y = curve.y[-1]
+                labels.append(Level(last_y, f"{last_y:.4g}", curve.color))
+            labels += [Level(level.y, f"{level.label} {level.y:.4g}", level.color) for level in levels]
+            _label_levels(axes, labels)
         return _svg(figure)
 
 
 def _label_levels(axes: Axes, levels: Sequence[Level]) -> None:
     """Write labels at the right of the plot, each at its height, moved apart where they would overlap."""
     low, high = axes.get_ylim()
+    # Height of a line of text.
     gap = (high - low) * 0.065
     free = low - gap
+    # From the bottom to the top, each label is moved up until it is free of the one below it.
     for level in sorted(levels, key=lambda level: level.y):
         free = max(level.y, free + gap)
-        at = (1.01, free)
-        axes.text(*at, level.label, color=level.color, va="center", fontsize=8, transform=axes.get_yaxis_transform())
+        axes.text(
+            1.01,
+            free,
+            level.label,
+            color=level.color,
+            va="center",
+            fontsize=8,
+            # x is a share of the width of the plot, and y a value of its axis.
+            transform=axes.get_yaxis_transform(),
+        )
 
 
 def draw_bars(names: Sequence[str], values: Sequence[float], xlabel: str, color: str) -> bytes:
     """Draw a horizontal bar for each name, the first on top, with its value beside it."""
     with rc_context(_STYLE):
-        figure, axes = _axes(4.6, 0.5 + 0.21 * len(names), xlabel, "")
-        drawn = axes.barh(range(len(names)), values, 0.7, color=color)
+        # The plot grows with the number of bars, so that each name has a line of its own.
+        height = 0.5 + 0.21 * len(names)
+        figure, axes = _axes(4.6, height, xlabel, "")
+        rows = range(len(names))
+        drawn = axes.barh(rows, values, 0.7, color=color)
         axes.bar_label(drawn, fmt="%.1f", padding=2, fontsize=8)
-        axes.set_yticks(range(len(names)), [_short(name) for name in names])
+        shown_names = [_short(name) for name in names]
+        axes.set_yticks(rows, shown_names)
         axes.set_ylim(len(names) - 0.4, -0.6)
+        # Percentages, with room for the value beside the longest bar.
         axes.set_xlim(0, 108)
         axes.set_xticks(range(0, 101, 20))
         axes.grid(False, axis="y")
@@ -130,10 +158,13 @@ def draw_map(groups: Sequence[Curve]) -> bytes:
 def _short(name: str) -> str:
     """Return a name that can be drawn, at most 28 characters long."""
     shown = printable(name)
-    return shown if len(shown) <= 28 else f"{shown[:27]}…"
+    if len(shown) <= 28:
+        return shown
+    return f"{shown[:27]}…"
 
 
 def _axes(width: float, height: float, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """Return an empty plot of this size in inches. pyplot is not used, because it would keep every figure."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_axisbelow(True)

@@ -89,6 +89,7 @@ def _measure(command: str, run_dir: Path, which: str, *settings: str) -> dict[st
 
 def _report(trained: dict[str, Any], random: dict[str, Any], pixels: dict[str, Any]) -> dict[str, Any]:
     """Collect the accuracies of the demo under the names of report.json."""
+    # Figures of the trained encoder have plain names, and those of the untrained one a prefix.
     report = {}
     for prefix, result in (("", trained), ("random_", random)):
         report[f"{prefix}linear_top1"] = result["linear"]["top1"]
