@@ -176,7 +176,7 @@ def test_a_result_that_cannot_be_written_is_printed_and_measured_again(
     assert set(results(run_dir)) == {"knn_1.json", "knn_2.json", "knn_3.json"}
     log = capsys.readouterr().err
     assert log.count("cannot write the result of step 2: [Errno 28] No space left on device") == 2
-    assert log.count("encoder: 2,") == 3  # the table
+    assert log.count("encoder: step 2,") == 3  # the table
 
 
 def test_results_of_other_settings_are_kept_separately(run_dir: Path) -> None:
