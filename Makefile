@@ -15,7 +15,7 @@ demo: setup
 	$(BIN)/wmse demo
 
 test: setup lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile  # more workers than cores: many tests wait
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # more workers than cores: many tests wait
 
 # while editing: what takes less than two seconds each
 test-fast: setup
