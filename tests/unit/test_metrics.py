@@ -189,10 +189,13 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     assert [(at["skipped_steps"], at["skipped_images"]) for at in lines] == [(0, 1), (0, 1), (2, 1)]
 
 
-def test_tensorboard_has_each_step_once_after_ten_starts(tmp_path: Path) -> None:
+def test_tensorboard_has_each_step_once_after_ten_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start continues two steps before the end of the previous one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Files of the same second are sorted by a counter of the process, as text: 10 would come before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for first in range(0, 20, 2):
         writer = MetricsWriter(
             tmp_path, first, 30, 4, OnlyMetrics(), OnlyMetrics.metrics, Board(tmp_path, first, Config())
