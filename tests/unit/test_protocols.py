@@ -17,6 +17,7 @@ from tests.conftest import TINY
 from tests.processes import start_ranks
 from trainer.config.evaluation import PROTOCOLS as NAMES
 from trainer.config.loading import load_config
+from trainer.data.plan import epoch_order
 from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import InputError
 from trainer.evaluate import classifiers, finetune, linear_sgd
@@ -106,7 +107,7 @@ def expected_logits(x: Any, y: Any, training: Any, seed: int, at: torch.Tensor) 
     total = training.epochs * training.steps_per_epoch
     for step in range(total):
         epoch, number = divmod(step, training.steps_per_epoch)
-        order = classifiers.epoch_order(seed, epoch, len(x))
+        order = epoch_order(seed, epoch, len(x))
         rows = torch.from_numpy(order)[number * training.images_per_step :][: training.images_per_step]
         residual = torch.softmax(x1[rows] @ weight.T, 1) - F.one_hot(y[rows], num_classes)
         gradient = residual.T @ x1[rows] / len(rows) + decay * weight
@@ -204,8 +205,12 @@ def test_parts_of_a_batch_never_have_a_single_image(tiny_set: Path, tmp_path: Pa
         train = random_features(24, 3, seed=1)
         training = plan_training(24, place, epochs=1, images_per_step=images_per_step, rates=[(0.1, 0.0)], momentum=0.9)
         encoder = torch.nn.Sequential(torch.nn.BatchNorm1d(8))
+        sizes: list[int] = []
+        encoder.register_forward_pre_hook(lambda module, inputs, sizes=sizes: sizes.append(len(inputs[0])))
         batches = stored_batches(train, training, place)
         train_classifiers(Classifiers(8, 3, 1), training, batches, place, encoder=encoder)
+        assert min(sizes) >= 2
+        assert sum(sizes) == 24
 
 
 class KilledError(Exception):

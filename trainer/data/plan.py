@@ -71,12 +71,15 @@ class Planner:
 
     def plan(self, step: int) -> Plan:
         """Return the choices for this rank's images in `step`, counted from 0 over the whole run."""
+        views = draw_views(self.recipe, self.seed, step, self.images)
+        return Plan(step, step // self.steps_per_epoch, self.image_ids(step), *views)
+
+    def image_ids(self, step: int) -> NDArray[np.int64]:
+        """Return the images of this rank in `step`, (N,)."""
         # Each epoch has a new order; the ranks divide each step of it among them.
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         first = step_of_epoch * self.images_per_step + self.images.first
-        image_ids = self._order(epoch)[first : first + self.images.count]
-        views = draw_views(self.recipe, self.seed, step, self.images)
-        return Plan(step, epoch, image_ids, *views)
+        return self._order(epoch)[first : first + self.images.count]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         # Steps come in order, so only the order of one epoch is needed at a time.

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainer.config.schema import ViewsConfig
 from trainer.data.loader import ViewLoader, train_requests
-from trainer.data.plan import Planner, epoch_order
+from trainer.data.plan import Planner
 from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
 from trainer.evaluate.features import Encode, Features, Place, Split, in_precision
@@ -95,13 +96,7 @@ def augmented_batches(split: Split, training: Training, crop_area: tuple[float, 
         blur_probability=0.0,
     )
     ids = split.labelled
-    planner = Planner(
-        recipe,
-        seed=place.config.seed,
-        num_images=len(ids),
-        images_per_step=training.images_per_step,
-        images=_images_of_rank(training, place),
-    )
+    planner = _planner(recipe, len(ids), training, place)
 
     def batches(first_step: int, end_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         loader = ViewLoader(
@@ -123,24 +118,26 @@ def augmented_batches(split: Split, training: Training, crop_area: tuple[float, 
 
 def stored_batches(features: Features, training: Training, place: Place) -> Batches:
     """Return the batches of features (n, F) that are computed already, in the random order of each epoch."""
-    own = _images_of_rank(training, place)
+    planner = _planner(place.config.views, len(features.x), training, place)
 
     def batches(first_step: int, end_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         for step in range(first_step, end_step):
-            epoch, step_of_epoch = divmod(step, training.steps_per_epoch)
-            # Every rank draws the whole order and takes its part of the batch.
-            first = step_of_epoch * training.images_per_step + own.first
-            order = epoch_order(place.config.seed, epoch, len(features.x))
-            rows = torch.from_numpy(order[first : first + own.count])
+            rows = torch.from_numpy(planner.image_ids(step))
             yield features.x[rows], features.labels[rows]
 
     return batches
 
 
-def _images_of_rank(training: Training, place: Place) -> ImageRange:
-    """Return the part of each batch that this rank trains on."""
+def _planner(recipe: ViewsConfig, num_images: int, training: Training, place: Place) -> Planner:
+    """Return the plan of this rank, which trains on an equal part of each batch."""
     count = training.images_per_step // place.ranks.world_size
-    return ImageRange(place.ranks.rank * count, count)
+    return Planner(
+        recipe,
+        seed=place.config.seed,
+        num_images=num_images,
+        images_per_step=training.images_per_step,
+        images=ImageRange(place.ranks.rank * count, count),
+    )
 
 
 def train_classifiers(
