@@ -13,7 +13,7 @@ PROTOCOLS = ("linear", "linear_sgd", "knn", "knn_cosine", "few_labels", "finetun
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """What all protocols share."""
+    """Settings that all protocols share."""
 
     protocols: tuple[str, ...] = setting(("linear", "knn"), shapes_result=False)
     """Protocols of `wmse evaluate`: linear, linear_sgd, knn, knn_cosine, few_labels, finetune, diagnostics, or all."""

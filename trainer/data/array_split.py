@@ -1,4 +1,4 @@
-"""What the writer of shards needs to know about a split, and splits that are arrays, parts of each other or joined."""
+"""Interface of a split that is written as shards, and splits that are arrays, parts of each other or joined."""
 
 import hashlib
 from collections.abc import Sequence

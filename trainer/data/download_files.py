@@ -14,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Place(NamedTuple):
-    """Where the bytes of a file lie."""
+    """Place of the bytes of a file."""
 
     path: Path
     offset: int

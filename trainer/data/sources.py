@@ -1,4 +1,4 @@
-"""What `wmse prepare` can read: a published data set by name, a download in its original layout, or an image folder."""
+"""Sources that `wmse prepare` can read: a published data set by name, a download in its original layout, or an image folder."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What Tiny ImageNet's own layout has besides class folders: the list of classes, boxes, and the labels of the split val.
+"""Files of Tiny ImageNet's own layout besides class folders: the list of classes, boxes, and the labels of the split val.
 
 ROOT/wnids.txt                  the classes, one on each line
 ROOT/train/WNID/images/*.JPEG   beside WNID_boxes.txt, which is no image

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -237,6 +237,18 @@ def require_same(ranks: Ranks, name: str, value: str) -> None:
         raise InputError(
             f"{name} are not the same on all ranks:\n{listed}\nGive every node the same copy of the data set"
         )
+
+
+def sum_over_ranks(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    """Replace tensors of one data type by their sums over all ranks, in one collective. Every rank calls this."""
+    if ranks.world_size == 1 or not tensors:
+        return
+    # Many small collectives would cost more than the copies.
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def agree(values: Tensor, ranks: Ranks) -> Tensor:

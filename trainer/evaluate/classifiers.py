@@ -20,6 +20,7 @@ from torch.nn import functional
 from trainer.config.schema import ViewsConfig
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner
+from trainer.distributed.process_group import sum_over_ranks
 from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
 from trainer.evaluate.features import Encode, Features, Place, Split, in_precision
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """How classifiers are trained. The learning rates are final: they are not scaled by the batch size any more."""
+    """Plan of a training of classifiers. The learning rates are final: they are not scaled by the batch size any more."""
 
     epochs: int
     images_per_step: int
@@ -239,30 +240,21 @@ def _features(inputs: Tensor, place: Place, *, encode: Encode | None, encoder: n
 
 
 def _add_over_ranks(optimizer: torch.optim.Optimizer, place: Place) -> None:
-    """Add up the gradients of all ranks, in one collective."""
-    if place.ranks.world_size == 1:
-        return
+    """Add up the gradients of all ranks."""
     gradients = []
     for group in optimizer.param_groups:
         # A part of the encoder that the features do not depend on has no gradient.
         gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
-    # Many small collectives would cost more than the copies.
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    sizes = [gradient.numel() for gradient in gradients]
-    for gradient, part in zip(gradients, flat.split(sizes), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    sum_over_ranks(gradients, place.ranks)
 
 
 def _average_statistics(encoder: nn.Module, place: Place) -> None:
     """Give all ranks the mean of their BatchNorm statistics, so that they compute the same features."""
-    if place.ranks.world_size == 1:
-        return
-    for buffer in encoder.buffers():
-        # The counters of batches are integers and already equal.
-        if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= place.ranks.world_size
+    # The counters of batches are integers and already equal.
+    statistics = [buffer for buffer in encoder.buffers() if buffer.is_floating_point()]
+    sum_over_ranks(statistics, place.ranks)
+    for buffer in statistics:
+        buffer /= place.ranks.world_size
 
 
 # --- progress on the disk ---

@@ -1,4 +1,4 @@
-"""Where the encoders that are measured come from: the checkpoints of a run, or any other source of `load_encoder`."""
+"""Sources of the encoders that are measured: the checkpoints of a run, or any other source of `load_encoder`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How an image becomes the encoder's input: resize the shorter edge, cut out the centre, scale to 0..1, normalise."""
+    """Steps from an image to the encoder's input: resize the shorter edge, cut out the centre, scale to 0..1, normalise."""
 
     size: int  # width and height of the input in pixels
     eval_resize: int  # shorter edge of the image before the centre is cut out, in pixels

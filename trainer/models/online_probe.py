@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from trainer.distributed.process_group import sum_over_ranks
 from trainer.distributed.ranks import Ranks
 from trainer.metric import Metric
 from trainer.optimizer import update
@@ -64,14 +64,7 @@ class OnlineProbe:
         bias_grad = self.bias.grad
         assert weight_grad is not None
         assert bias_grad is not None
-        if self._ranks.world_size > 1:
-            # One collective joins gradients and counts.
-            flat = torch.cat([weight_grad.flatten(), bias_grad, self._counts])
-            dist.all_reduce(flat)
-            tensors = (weight_grad, bias_grad, self._counts)
-            sizes = [tensor.numel() for tensor in tensors]
-            for tensor, part in zip(tensors, flat.split(sizes), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        sum_over_ranks([weight_grad, bias_grad, self._counts], self._ranks)
         update(self._optimizer, self._learning_rate, skipped)
         self._optimizer.zero_grad()
         # A skipped step learns nothing, so its views do not count either.

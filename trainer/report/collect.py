@@ -49,7 +49,7 @@ class Result:
 
     @property
     def how(self) -> str:
-        """How the protocol measures."""
+        """Description of the measurement."""
         # Only k-NN has no `protocol`, but a metric and a vote.
         parts = [text(self.content, key) for key in ("metric", "vote")]
         vote = "; ".join(part for part in parts if part)
@@ -76,7 +76,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run say."""
+    """Content of the files of a run."""
 
     folder: Path
     name: str

@@ -22,7 +22,7 @@ class Comparison(NamedTuple):
 
     top1: float
     differences: list[str]
-    """What differs from the recipe, its data or its protocol. Empty: the figures are comparable."""
+    """Differences from the recipe, its data or its protocol. Empty: the figures are comparable."""
 
 
 def recipe_of(run: Run) -> str | None:
