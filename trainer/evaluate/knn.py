@@ -22,6 +22,9 @@ _TRAIN_BLOCK = 1 << 16  # training images that are compared at once, 0.5 GiB of 
 _TEST_BLOCK = 1 << 12  # test images that are compared with such a block at once: 1 GiB of scores
 
 
+Metric = Literal["euclidean", "cosine"]
+
+
 class Neighbours(NamedTuple):
     """The k nearest training images of each test image, nearest first. On the CPU."""
 
@@ -31,27 +34,33 @@ class Neighbours(NamedTuple):
     """(n_test, k) int64."""
 
 
+def nearest_neighbours(train: Features, test: Features, k: int, metric: Metric, device: torch.device) -> Neighbours:
+    """Find the k nearest training images of each test image, with their labels. k: at most n_train."""
+    scores, numbers = nearest_images(train.x, test.x, k, metric, device)
+    return Neighbours(scores, train.labels[numbers])
+
+
 @torch.inference_mode()
-def nearest_neighbours(
-    train: Features, test: Features, k: int, metric: Literal["euclidean", "cosine"], device: torch.device
-) -> Neighbours:
-    """Find the k nearest training images of each test image.
+def nearest_images(
+    train_x: Tensor, test_x: Tensor, k: int, metric: Metric, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the scores (n_test, k) and the row numbers (n_test, k) in `train_x` of the k nearest images, nearest first.
 
     Both splits are cut into blocks, so the device holds about 2 GiB for 2,048 features, for any number of images.
 
     k: at most n_train."""
     # Euclidean distances come from a matrix product. Features far from 0 would lose the last digits of their distances in
     # float32, so the training mean is subtracted first.
-    centre = train.x.mean(0) if metric == "euclidean" else None
+    centre = train_x.mean(0) if metric == "euclidean" else None
     scores: list[Tensor] = []
-    labels: list[Tensor] = []
-    parts = test.x.split(_TEST_BLOCK)
-    for part in with_progress(parts, len(test.x), f"{k}-nn of images", size=len):
+    numbers: list[Tensor] = []
+    parts = test_x.split(_TEST_BLOCK)
+    for part in with_progress(parts, len(test_x), f"{k}-nn of images", size=len):
         query = _prepared(part, centre, device)
-        best, numbers = _nearest_of_all_blocks(query, train.x, centre, k)
+        best, nearest = _nearest_of_all_blocks(query, train_x, centre, k)
         scores.append(best.cpu())
-        labels.append(train.labels[numbers.cpu()])
-    return Neighbours(torch.cat(scores), torch.cat(labels))
+        numbers.append(nearest.cpu())
+    return torch.cat(scores), torch.cat(numbers)
 
 
 def _nearest_of_all_blocks(query: Tensor, train_x: Tensor, centre: Tensor | None, k: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.evaluate.encoders import RunEvaluator
 from trainer.evaluate.features import Features, Split, extract
-from trainer.evaluate.knn import nearest_neighbours
+from trainer.evaluate.knn import nearest_images
 from trainer.report.plots import COLORS, OTHER, Curve, draw_map
 
 _SHOWN = 8  # test images with neighbours
@@ -174,11 +174,9 @@ def _spread(split: Split, most: int) -> Split:
 
 def find_neighbours(train: Features, test: Features, device: torch.device) -> list[list[int]]:
     """Return for each test image the numbers of its nearest training images, the nearest first."""
-    # The search returns the labels of the neighbours, so each image gets its own number as a label.
-    numbered = replace(train, labels=torch.arange(len(train.labels)))
-    k = min(_NEIGHBOURS, len(train.labels))
-    found = nearest_neighbours(numbered, test, k, "euclidean", device)
-    return found.labels.tolist()
+    k = min(_NEIGHBOURS, len(train.x))
+    _, numbers = nearest_images(train.x, test.x, k, "euclidean", device)
+    return numbers.tolist()
 
 
 def _thumbnail(split: Split, image_id: int, has_classes: bool) -> Thumbnail:
