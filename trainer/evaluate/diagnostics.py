@@ -21,7 +21,7 @@ from trainer.data.loader import Request, ViewLoader
 from trainer.data.plan import Plan, draw_views
 from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
-from trainer.evaluate.features import Split, in_precision
+from trainer.evaluate.features import Split, evenly_spread, in_precision
 from trainer.evaluate.protocol import Protocol, Subject
 
 _COLLAPSED_RANK = 2.0  # features of a lower effective rank lie nearly on a line
@@ -31,10 +31,8 @@ _BLOCK = 2048
 
 def _measure(subject: Subject) -> dict[str, Any]:
     """Measure the features of test images, and how close two views of an image are."""
-    limit = subject.place.config.diagnostics.images
     x = subject.test.x
-    if len(x) > limit:
-        x = x[np.linspace(0, len(x) - 1, limit).astype(np.int64)]
+    x = x[evenly_spread(len(x), subject.place.config.diagnostics.images)]
     values = spectrum(x)
     total = float(values.sum())
     # As in the log of a run, but of features instead of embeddings: (sum of eigenvalues)^2 / sum of their squares.
@@ -90,9 +88,8 @@ def alignment(subject: Subject) -> float:
     ranks = place.ranks
     recipe = replace(place.config.views, num_views=2)
     labelled = split.labelled
-    most = min(place.config.diagnostics.images, len(labelled))
-    ids = labelled[np.linspace(0, len(labelled) - 1, most).astype(np.int64)]
-    own = np.array_split(np.arange(most), ranks.world_size)[ranks.rank]
+    ids = labelled[evenly_spread(len(labelled), place.config.diagnostics.images)]
+    own = np.array_split(np.arange(len(ids)), ranks.world_size)[ranks.rank]
     batch_size = place.config.evaluate.images_per_batch
 
     def request(step: int) -> Request:

@@ -192,7 +192,7 @@ def untrained_encoder(model: EncoderNetwork, place: Place) -> Encode:
     index = open_on_all_ranks(data, data.train_split, place.ranks)
     count = min(len(index), _STATISTICS_BATCHES * place.config.evaluate.images_per_batch)
     # Spread the images evenly over the split, which may be sorted by class.
-    spread = np.linspace(0, len(index) - 1, count).astype(np.int64)
+    spread = evenly_spread(len(index), count)
     model.train()
     for number, (pixels, _, _) in enumerate(_batches(index, spread, place), 1):
         for norm in norms:
@@ -200,6 +200,11 @@ def untrained_encoder(model: EncoderNetwork, place: Place) -> Encode:
         with torch.no_grad():
             model(pixels)
     return trained_encoder(model)
+
+
+def evenly_spread(count: int, most: int) -> np.ndarray:
+    """Return at most `most` of the numbers 0..count-1, evenly spread, int64."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
 def raw_pixels(pixels: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def plot_map(
         texts = np.array([str(label) for label in labels])
     if len(texts) != len(x):
         raise InputError(f"there are {len(texts)} labels for {len(x)} images: give one for each")
-    points, shares = _main_directions(x)
+    points, shares = principal_axes(x)
 
     figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
@@ -53,12 +53,14 @@ def plot_map(
     return figure
 
 
-def _main_directions(x: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the positions (n, 2) in the plane of the main directions, and their shares (2,) of the variance in percent."""
+def principal_axes(x: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Project features (n, F) on their two main directions: (n, 2), and their shares (2,) of the variance in percent."""
     # The right singular vectors of the centred features are the main directions.
     u, s, _ = np.linalg.svd(x - x.mean(0), full_matrices=False)
     points = u[:, :2] * s[:2]
-    variances = s**2
+    # One feature, or one image, has a single direction.
+    points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
+    variances = np.pad(s**2, (0, max(0, 2 - len(s))))
     # Equal features have no variance, of which each share is 0.
     total = max(variances.sum(), 1e-300)
     return points, 100 * variances[:2] / total

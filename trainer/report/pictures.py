@@ -21,8 +21,9 @@ from trainer.data.index import Index, open_images
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.evaluate.encoders import RunEvaluator
-from trainer.evaluate.features import Features, Split, extract
+from trainer.evaluate.features import Features, Split, evenly_spread, extract
 from trainer.evaluate.knn import nearest_images
+from trainer.export.plot import principal_axes
 from trainer.report.plots import COLORS, OTHER, Curve, draw_map
 
 _SHOWN = 8  # test images with neighbours
@@ -74,7 +75,7 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
 
     nearest = find_neighbours(train, test, evaluator.place.device)
     rows = []
-    for number in _even(len(test.ids), _SHOWN):
+    for number in evenly_spread(len(test.ids), _SHOWN):
         shown = _thumbnail(test_split, int(test.ids[number]), has_classes)
         ids = [int(train.ids[train_number]) for train_number in nearest[number]]
         found = [_thumbnail(train_split, image_id, has_classes) for image_id in ids]
@@ -84,12 +85,12 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
         rows.append((shown, found))
 
     # More points than these would cover each other.
-    kept = torch.from_numpy(_even(len(test.ids), _MAPPED))
-    positions, explained = principal_axes(test.x[kept])
+    kept = torch.from_numpy(evenly_spread(len(test.ids), _MAPPED))
+    positions, shares = principal_axes(test.x[kept].double().numpy())
     labels = None
     if has_classes:
         labels = [test.class_names[label] for label in test.labels[kept].tolist()]
-    groups, legend = _groups(positions, labels)
+    groups, legend = _groups(torch.from_numpy(positions), labels)
     return Pictures(
         checkpoint=source.name,
         train=_describe_images(len(train.ids), train_split),
@@ -97,7 +98,7 @@ def draw_pictures(run_dir: Path, num_images: int) -> Pictures:
         rows=rows,
         map=draw_map(groups),
         legend=legend,
-        explained=explained,
+        explained=float(shares.sum()) / 100,
     )
 
 
@@ -132,20 +133,6 @@ def data_uri(image: Image.Image) -> str:
     return f"data:image/{kind};base64,{encoded}"
 
 
-def principal_axes(x: Tensor) -> tuple[Tensor, float]:
-    """Project features (n, F) on their two principal axes: (n, 2), and the share of the variance that these explain."""
-    centred = x.double() - x.double().mean(0)
-    u, s, _ = torch.linalg.svd(centred, full_matrices=False)
-    scores = u[:, :2] * s[:2]
-    # One feature, or one image, has a single axis.
-    positions = torch.nn.functional.pad(scores, (0, 2 - scores.shape[1]))
-    variance = s.square()
-    total = float(variance.sum())
-    # Equal features have no variance to explain.
-    explained = float(variance[:2].sum()) / total if total else 0.0
-    return positions, explained
-
-
 def _halves(evaluator: RunEvaluator) -> tuple[Split, Split]:
     """Return the even and the odd images of the training split, all with the label 0."""
     data = evaluator.config.data
@@ -158,17 +145,11 @@ def _halves(evaluator: RunEvaluator) -> tuple[Split, Split]:
     return everything.only(ids[::2]), everything.only(ids[1::2])
 
 
-def _even(count: int, most: int) -> np.ndarray:
-    """Return at most `most` of the numbers 0..count-1, evenly spread."""
-    kept = min(count, most)
-    return np.linspace(0, count - 1, kept).astype(np.int64)
-
-
 def _spread(split: Split, most: int) -> Split:
     """Return the split with at most `most` of its labelled images."""
     ids = split.labelled
     # A split is often sorted by class, so its first images would show few classes.
-    kept = _even(len(ids), most)
+    kept = evenly_spread(len(ids), most)
     return split.only(ids[kept])
 
 
