@@ -89,6 +89,15 @@ class Index:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def unusable_files(self) -> Path:
+        """Return the list of the files that were skipped when the split was indexed; it is missing if there are none."""
+        return self.path.with_suffix(".skipped.txt")
+
+    def count_unusable_files(self) -> int:
+        """Count the files in that list."""
+        return len(self.unusable_files.read_bytes().splitlines()) if self.unusable_files.exists() else 0
+
     def __del__(self) -> None:
         # The attribute is missing if __init__ raised an error.
         for descriptor in getattr(self, "_descriptors", {}).values():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -76,15 +75,7 @@ def classes_with_images(split: Split) -> list[int]:
 
 def unusable_files(split: Split) -> int:
     """Count the files that were skipped when the split was indexed or prepared, by the list beside the index."""
-    path = _list_of_unusable_files(split)
-    # Without such files there is no list.
-    if not path.exists():
-        return 0
-    return len(path.read_bytes().splitlines())
-
-
-def _list_of_unusable_files(split: Split) -> Path:
-    return split.index.path.with_suffix(".skipped.txt")
+    return split.index.count_unusable_files()
 
 
 def _unusable_files(train: Split, test: Split) -> list[str]:
@@ -95,7 +86,7 @@ def _unusable_files(train: Split, test: Split) -> list[str]:
         if count:
             lines.append(
                 f"the split {split.name!r} has {count} files that are not usable images and do not count; "
-                f"{_list_of_unusable_files(split)} names them"
+                f"{split.index.unusable_files} names them"
             )
     return lines
 

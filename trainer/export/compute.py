@@ -87,10 +87,9 @@ def features(encoder: Encoder, images: Images, *, split: str = ".", batch_size: 
 def _open_folder(folder: Path, split: str) -> Index:
     """Open a folder of images or a prepared set. Warns of files that are not images at all, which its index leaves out."""
     index = open_index(folder, split, progress=True)
-    unusable = index.path.with_suffix(".skipped.txt")
-    if unusable.exists():
-        lines = unusable.read_bytes().splitlines()
-        _log.warning("%s lists %d files that are not usable images", unusable, len(lines))
+    count = index.count_unusable_files()
+    if count:
+        _log.warning("%s lists %d files that are not usable images", index.unusable_files, count)
     return index
 
 

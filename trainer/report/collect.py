@@ -43,6 +43,11 @@ class Result:
         return self.file == f"{self.protocol}_{self.checkpoint}.json"
 
     @property
+    def is_of_another_run(self) -> bool:
+        """Whether it measured a checkpoint of another run."""
+        return self.content.get("checkpoint_of_this_run") is False
+
+    @property
     def label(self) -> str:
         """Name of the protocol for people."""
         return text(self.content, "label") or self.protocol

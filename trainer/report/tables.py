@@ -52,7 +52,7 @@ def figure_table(run: Run) -> FigureTable:
             where = [str(result.content.get(key)) for key in ("data_root", "train_split", "test_split", "precision")]
             key = (result.protocol, figure, result.how, *where)
             row = rows.setdefault(key, Row(result.label, figure, result.how, is_of_run=True))
-            row.is_of_run &= result.is_of_run or "of another run" in column
+            row.is_of_run &= result.is_of_run or result.is_of_another_run
             row.results[column] = result
             if figure == "top1" and result.is_of_run:
                 row.comparison = compare(run, result) or row.comparison
@@ -61,12 +61,8 @@ def figure_table(run: Run) -> FigureTable:
 
 def _column(result: Result) -> str:
     """Return the name of the encoder's column."""
-    if result.content.get("checkpoint_of_this_run") is False:
+    if result.is_of_another_run:
         return f"{result.checkpoint} of another run"
-    return _with_epoch(result)
-
-
-def _with_epoch(result: Result) -> str:
     if result.epoch is None:
         return {"random": "untrained"}.get(result.checkpoint, result.checkpoint)
     return f"step {result.checkpoint}, epoch {result.epoch:.4g}"
@@ -76,5 +72,4 @@ def _order(result: Result) -> tuple[int, int]:
     """Return the place of the encoder's column: baselines first, then checkpoints by their steps, then those of other runs."""
     if result.checkpoint in _BASELINES:
         return 0, _BASELINES.index(result.checkpoint)
-    is_foreign = result.content.get("checkpoint_of_this_run") is False
-    return 1 + is_foreign, result.step or 0
+    return 1 + result.is_of_another_run, result.step or 0
