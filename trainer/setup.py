@@ -103,9 +103,11 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     check_set_size(config, len(index), warn=ranks.is_first)
     require_same(ranks, f"the images of {split}", f"{len(index)} ({index.fingerprint})")
 
-    step = build_step(config, ranks, device, index.class_names)
+    schedule = build_schedule(config, len(index) // config.data.images_per_step)
+    step = build_step(config, ranks, device, index.class_names, total_steps=schedule.total_steps)
     if config.init_from:
         load_encoder(step.method.networks, Path(config.init_from))
+        step.method.encoder_loaded()
         _log.info("loaded the encoder of %s; everything else starts fresh", config.init_from)
     planner = Planner(
         config.views,
@@ -121,7 +123,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
         run_dir=run_dir,
         index=index,
         planner=planner,
-        schedule=build_schedule(config, planner.steps_per_epoch),
+        schedule=schedule,
         step=step,
         cache=open_cache(config, index, ranks),
     )
@@ -133,10 +135,12 @@ def check_device(config: Config, device: torch.device) -> None:
     optimizer.check_device(config.optimizer, device)
 
 
-def build_step(config: Config, ranks: Ranks, device: torch.device, class_names: Sequence[str] = ()) -> TrainStep:
+def build_step(
+    config: Config, ranks: Ranks, device: torch.device, class_names: Sequence[str] = (), *, total_steps: int = 1
+) -> TrainStep:
     """Build the method with the weights of the seed, its optimizer, and the step. Every rank calls this.
 
-    class_names: of the training images, for the online probe.
+    class_names: of the training images, for the online probe. total_steps: see `MethodContext`.
 
     Raises InputError if the settings do not fit the device or the number of ranks."""
     # Divide the images of a step among ranks, loss groups and micro-batches.
@@ -150,6 +154,7 @@ def build_step(config: Config, ranks: Ranks, device: torch.device, class_names: 
         config,
         ranks,
         device,
+        total_steps=total_steps,
         loss_group=make_loss_group(group_size, config, ranks, device),
         batch_norm_group=make_batch_norm_group(config, ranks, device),
     )

@@ -110,9 +110,10 @@ class TrainStep:
             if self.grad_scaler:
                 self.grad_scaler.unscale(gradients)
                 self.grad_scaler.update(flags.fault == GRADIENT_FAULT)
+            self.method.before_update(step)
             update(self.optimizer, learning_rate, skipped)
             self.optimizer.zero_grad(set_to_none=True)
-            self.method.after_update(step)
+            self.method.after_update(step, skipped)
             self.untrained_state.restore_if(skipped)
             if self.online_probe:
                 self.online_probe.update(skipped)

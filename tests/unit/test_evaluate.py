@@ -27,7 +27,8 @@ from trainer.evaluate.encoders import RunEvaluator
 from trainer.evaluate.features import Place, extract, open_split, raw_pixels, trained_encoder, untrained_encoder
 from trainer.evaluate.run import run_evaluation, run_foreign_evaluation
 from trainer.loop import pretrain
-from trainer.models.networks import EncoderNetwork, build_encoder_network, build_encoder_projector
+from trainer.methods.method import MethodContext
+from trainer.models.networks import EncoderNetwork, EncoderProjector, build_encoder_network, build_networks
 from trainer.run.checkpoint import load_checkpoint
 from trainer.run.signals import StopRequest
 
@@ -245,7 +246,9 @@ def without_time(results):
 
 def test_a_checkpoint_the_untrained_encoder_and_pixels_have_separate_results(run_dir, tiny_set, tmp_path):
     """Random weights and pixels need no checkpoint."""
-    model = build_encoder_projector(load_config(run_dir / "config.yaml", []), Ranks())
+    model = build_networks(
+        EncoderProjector, MethodContext(load_config(run_dir / "config.yaml", []), Ranks(), torch.device("cpu"))
+    )
     state = load_checkpoint(run_dir / "checkpoints" / "step_00000002.pt")["model"]
     changed = [name for name, value in model.state_dict().items() if not torch.equal(value, state[name])]
     assert len(changed) > 10

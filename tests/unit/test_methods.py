@@ -9,13 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.loading import load_config
-from trainer.config.schema import METHODS, Config, DataConfig, ModelConfig, OptimizerConfig, ViewsConfig, WMSESettings
+from trainer.config.schema import (
+    METHODS,
+    AlignUniformSettings,
+    BYOLSettings,
+    Config,
+    DataConfig,
+    MoCoSettings,
+    ModelConfig,
+    OptimizerConfig,
+    SimSiamSettings,
+    SwAVSettings,
+    ViewsConfig,
+    WMSESettings,
+)
 from trainer.distributed.ranks import ImageRange, Ranks
 from trainer.errors import InputError
 from trainer.loop import pretrain
-from trainer.methods.method import LossOutput, Method
+from trainer.methods.method import LossOutput, Method, MethodContext
 from trainer.metrics import MetricSums
-from trainer.models.networks import build_encoder_network, build_encoder_projector
+from trainer.models.networks import EncoderProjector, build_encoder_network, build_networks
 from trainer.run.checkpoint import load_checkpoint, put_encoder
 from trainer.run.signals import StopRequest
 from trainer.setup import build_step
@@ -31,7 +44,20 @@ CONFIG = Config(
     views=ViewsConfig(num_views=VIEWS, size=16),
     model=ModelConfig("test_resnet", stem="half", projector="mlp", projector_hidden=(12,), embedding_size=4),
     wmse=WMSESettings(slice_size=8),
+    byol=BYOLSettings(predictor_hidden=12),
+    simsiam=SimSiamSettings(predictor_hidden=12),
+    moco=MoCoSettings(queue_size=64, batch_norm_rows=4, shuffle_images=8),
+    align_uniform=AlignUniformSettings(queue_size=64, batch_norm_rows=4, shuffle_images=8),
+    swav=SwAVSettings(prototypes=6, freeze_prototypes_steps=0),
 )
+
+
+# Sections for the runs of the tiny config, whose steps have 16 images.
+SECTIONS = {
+    "wmse": "wmse: {slice_size: 16}\n",
+    "moco": "moco: {queue_size: 64, batch_norm_rows: 4, shuffle_images: 8}\n",
+    "align_uniform": "align_uniform: {queue_size: 64, batch_norm_rows: 4, shuffle_images: 8}\n",
+}
 
 
 def config_of(method: str) -> Config:
@@ -68,7 +94,7 @@ def spoil_gradients(step: TrainStep) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_skipped_update_changes_no_state(method: str) -> None:
-    step = build_step(config_of(method), Ranks(), CPU)
+    step = build_step(config_of(method), Ranks(), CPU, total_steps=100)
     assert not step(pixels(0), 0, 0.1).skipped
     before = state_of(step)
     spoil_gradients(step)
@@ -80,8 +106,8 @@ def test_a_skipped_update_changes_no_state(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_equals_an_unbroken_one(method: str, tiny_set: Path, tiny_config: Path, tmp_path: Path) -> None:
-    text = tiny_config.read_text()
-    tiny_config.write_text(text if method == "wmse" else text.replace("wmse: {slice_size: 16}\n", ""))
+    text = tiny_config.read_text().replace("wmse: {slice_size: 16}\n", SECTIONS.get(method, ""))
+    tiny_config.write_text(text)
     contents = []
     for name, ends in (("unbroken", [5]), ("resumed", [2, 5])):
         for end in ends:
@@ -140,7 +166,7 @@ class Averaged(Method):
     checks = ("the embeddings are too large",)
 
     def __init__(self) -> None:
-        self.networks = build_encoder_projector(CONFIG, Ranks())
+        self.networks = build_networks(EncoderProjector, MethodContext(CONFIG, Ranks(), torch.device("cpu")))
         self.networks.target = nn.Linear(4, 4).requires_grad_(False)
         self.networks.register_buffer("queue", torch.zeros(3, 4))
         self.networks.register_buffer("updates", torch.zeros((), dtype=torch.int64))
@@ -151,7 +177,7 @@ class Averaged(Method):
         loss = (outputs - self.networks.target(outputs)).square().mean()
         return LossOutput(loss, (outputs.abs().max() < self.limit)[None], {}, outputs)
 
-    def after_update(self, step: int) -> None:
+    def after_update(self, step: int, skipped: Tensor) -> None:
         with torch.no_grad():
             self.networks.target.weight.lerp_(self.networks.projector.last.weight[:, :4], 0.5)
         self.networks.updates += 1

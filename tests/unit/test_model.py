@@ -9,9 +9,10 @@ from torch import nn
 from trainer.config.schema import Config, ModelConfig, ViewsConfig
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
+from trainer.methods.method import MethodContext
 from trainer.models.batch_norm import ViewBatchNorm
 from trainer.models.encoder import Normalize, build_encoder, count_features
-from trainer.models.networks import EncoderProjector, build_encoder_projector
+from trainer.models.networks import EncoderProjector, build_networks
 from trainer.models.projector import Projector
 
 TINY = ModelConfig(backbone="test_resnet", projector="mlp", projector_hidden=(16,), embedding_size=8)
@@ -27,7 +28,7 @@ def test_pixels_are_scaled_by_mean_and_std_and_keep_their_layout() -> None:
 
 
 def test_the_simclr_projector_has_two_hidden_layers_and_a_norm_without_bias() -> None:
-    p = Projector(ModelConfig(projector_hidden=(32, 16), embedding_size=8, projector="simclr"), 24)
+    p = Projector("simclr", 24, (32, 16), 8)
     linears = [m for m in p.modules() if isinstance(m, nn.Linear)]
     assert [tuple(m.weight.shape) for m in linears] == [(32, 24), (16, 32), (8, 16)]
     assert all(m.bias is None for m in linears)
@@ -38,7 +39,7 @@ def test_the_simclr_projector_has_two_hidden_layers_and_a_norm_without_bias() ->
 
 
 def test_the_mlp_projector_has_one_hidden_layer_and_no_norm() -> None:
-    p = Projector(TINY, 24)
+    p = Projector("mlp", 24, (16,), 8)
     assert isinstance(p.norm, nn.Identity)
     assert p.last.bias is not None
     assert [type(m).__name__ for m in p.hidden] == ["Linear", "BatchNorm1d", "ReLU"]
@@ -65,11 +66,9 @@ def test_pooling_gives_one_row_of_features_for_each_image(backbone: str) -> None
 @pytest.mark.parametrize(("over", "group"), [("local", None), ("all", "everyone")])
 def test_batch_norm_uses_the_group_only_with_statistics_over_all_ranks(over: str, group: str | None) -> None:
     config = replace(TINY, batch_norm_ranks=over, encoder_batch_norm="per_view", projector_batch_norm="per_view")
-    norms = [
-        m
-        for m in build_encoder_projector(Config(model=config), Ranks(0, 2), "everyone").modules()
-        if isinstance(m, ViewBatchNorm)
-    ]
+    context = MethodContext(Config(model=config), Ranks(0, 2), torch.device("cpu"), batch_norm_group="everyone")
+    networks = build_networks(EncoderProjector, context)
+    norms = [m for m in networks.modules() if isinstance(m, ViewBatchNorm)]
     assert {m.group_name for m in norms} == {group}
 
 

@@ -15,8 +15,9 @@ from trainer.config.loading import load_config
 from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import InputError
 from trainer.loop import pretrain
+from trainer.methods.method import MethodContext
 from trainer.models.compile import compile_networks
-from trainer.models.networks import build_encoder_projector
+from trainer.models.networks import EncoderProjector, build_networks
 from trainer.models.online_probe import OnlineProbe
 from trainer.run.checkpoint import load_checkpoint
 from trainer.run.signals import StopRequest
@@ -158,7 +159,7 @@ def test_images_without_classes_are_refused(tiny_set: Path, tmp_path: Path) -> N
 def test_the_compiled_networks_stay_one_graph_and_keep_their_features(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
     config = load_config(tmp_path / "tiny.yaml", [])
-    networks = build_encoder_projector(config, Ranks())
+    networks = build_networks(EncoderProjector, MethodContext(config, Ranks(), torch.device("cpu")))
     networks.keeps_features = True
     pixels = torch.randint(0, 256, (32, 3, 32, 32), dtype=torch.uint8)
     expected = networks.eval()(pixels)

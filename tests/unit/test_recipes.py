@@ -12,7 +12,8 @@ from trainer.config.loading import load_config
 from trainer.config.schema import Config, flatten
 from trainer.data.class_list import read_class_list
 from trainer.distributed.ranks import Ranks
-from trainer.models.networks import build_encoder_projector
+from trainer.methods.method import MethodContext
+from trainer.models.networks import EncoderProjector, build_networks
 from trainer.schedule import peak_learning_rate
 from trainer.tools.run_plan import plan_lines
 
@@ -118,7 +119,7 @@ def test_a_config_gives_a_plan_and_a_model(path: Path) -> None:
     """The model maps the views of two images to embeddings, and the plan of the run is described."""
     config = load(path)
     assert plan_lines(config, max(config.data.expected_images, 10_000), 1)
-    model = build_encoder_projector(config, Ranks())
+    model = build_networks(EncoderProjector, MethodContext(config, Ranks(), torch.device("cpu")))
     size = config.views.size if config.views.size < 100 else 64
     pixels = torch.randint(0, 255, (2 * config.views.num_views, 3, size, size), dtype=torch.uint8)
     assert model(pixels).shape == (2 * config.views.num_views, config.model.embedding_size)

@@ -295,7 +295,9 @@ def test_a_compiled_step_equals_the_eager_one() -> None:
     for step in (eager, compiled):
         networks = step.method.networks
         networks.encoder.layer2 = networks.encoder.layer3 = networks.encoder.layer4 = nn.Identity()
-        networks.projector = Projector(MODEL, networks.encoder.layer1[-1].bn2.num_features)
+        networks.projector = Projector(
+            "mlp", networks.encoder.layer1[-1].bn2.num_features, MODEL.projector_hidden, MODEL.embedding_size
+        )
         torch.manual_seed(0)
         nn.init.normal_(networks.projector.last.weight)
         step.optimizer = build_optimizer(networks, OptimizerConfig(), CPU)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.precision import without_autocast
+from kernels.precision import at_least_float32, without_autocast
 from trainer.errors import InputError
 
 
@@ -36,8 +36,8 @@ def contrastive_loss(
     candidates = v if candidates is None else candidates
     _check(v, candidates, num_views, first_image)
     with without_autocast(v.device):
-        rows = v if v.dtype == torch.float64 else v.float()
-        columns = candidates if candidates.dtype == torch.float64 else candidates.float()
+        rows = at_least_float32(v)
+        columns = at_least_float32(candidates)
         if normalize:
             rows = torch.nn.functional.normalize(rows, dim=1)
             columns = torch.nn.functional.normalize(columns, dim=1)

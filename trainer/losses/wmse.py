@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
-from kernels.precision import without_autocast
+from kernels.precision import at_least_float32, without_autocast
 from kernels.whitening import WhiteningStatus, choose_backend, whiten_with_status
 from trainer.errors import InputError
 from trainer.losses.wmse_fused import FusedLoss
@@ -85,7 +85,7 @@ def wmse_loss_with_status(
             f"got {permutations.dtype} {tuple(permutations.shape)}"
         )
     with without_autocast(v.device):
-        v = v if v.dtype == torch.float64 else v.float()
+        v = at_least_float32(v)
         # The fastest backend depends on number and size of the slices.
         num_slices = num_views * iterations * num_images // slice_size
         shape = (num_slices, slice_size, v.shape[1])

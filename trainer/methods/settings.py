@@ -45,13 +45,10 @@ class MethodSettings:
         config: Config,
         ranks: Ranks,
         device: torch.device,
-        *,
-        loss_group: Any = None,
-        batch_norm_group: str | None = None,
+        **options: Any,
     ) -> Method:
-        """Build the method, with the seed's initial weights, on `device`.
+        """Build the method, with the seed's initial weights, on `device`. options: the other fields of `MethodContext`."""
+        from trainer.methods.method import MethodContext
 
-        loss_group: the process group of the ranks whose images the loss takes together; None: this rank alone.
-        batch_norm_group: name of the process group over which BatchNorm takes its statistics; None: this rank alone.
-        """
-        return self.method_class()(config, ranks, device, loss_group, batch_norm_group)
+        context = MethodContext(config, ranks, device, **options)
+        return self.method_class()(context)

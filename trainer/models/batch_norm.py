@@ -1,9 +1,10 @@
-"""BatchNorm with separate statistics for each view, or with the statistics of all ranks.
+"""BatchNorm with separate statistics for each view or for groups of rows, or with the statistics of all ranks.
 
 torch's SyncBatchNorm does not run on CPUs, breaks compiled graphs, and cannot separate views. This module consists of plain
 tensor operations, and one functional collective in each direction.
 
-Shapes: x (d*N, C, ...) view-major; statistics (d, C), or (1, C) if all views are taken together.
+Shapes: x (p*N, C, ...) in p parts with separate statistics (p, C). The parts are the views, groups of rows, or (p = 1) all
+views together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kernels.precision import at_least_float32
+
 
 class ViewBatchNorm(nn.Module):
     """BatchNorm that takes over parameters, buffers and options of another one, with the same names in state_dict()."""
@@ -25,10 +28,13 @@ class ViewBatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, norm: _BatchNorm, num_views: int, group_name: str | None, world_size: int) -> None:
+    def __init__(
+        self, norm: _BatchNorm, num_views: int, group_name: str | None, world_size: int, rows: int = 0
+    ) -> None:
         """num_views: number of parts of the batch with separate statistics; 1: all rows together.
 
         group_name: process group over which statistics are taken; all ranks hold the same number of rows. None: this rank.
+        rows: number of consecutive rows with separate statistics, instead of num_views parts. 0: num_views parts.
         """
         super().__init__()
         self.register_parameter("weight", norm.weight)
@@ -38,6 +44,7 @@ class ViewBatchNorm(nn.Module):
         self.eps = norm.eps
         self.momentum = norm.momentum or 0.0
         self.num_views = num_views
+        self.rows = rows
         self.group_name = group_name
         self.world_size = world_size
         self.training = norm.training
@@ -46,13 +53,15 @@ class ViewBatchNorm(nn.Module):
         self.after = nn.Sequential(*extras)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (d*N, C, ...); in evaluation mode with the running statistics."""
+        """Normalise x (p*N, C, ...); in evaluation mode with the running statistics."""
         if not self.training:
             y = self._batch_norm(x)
+        elif self.rows:
+            y = self._by_moments(x, len(x) // self.rows)
         elif self.group_name is None:
             y = self._this_rank(x)
         else:
-            y = self._all_ranks(x, self.group_name)
+            y = self._by_moments(x, self.num_views)
         return self.after(y)
 
     def _this_rank(self, x: Tensor) -> Tensor:
@@ -74,16 +83,18 @@ class ViewBatchNorm(nn.Module):
             eps=self.eps,
         )
 
-    def _all_ranks(self, x: Tensor, group_name: str) -> Tensor:
-        """Normalise x with the statistics of all ranks."""
+    def _by_moments(self, x: Tensor, num_parts: int) -> Tensor:
+        """Normalise x by the mean and variance of each part, over all ranks if there is a process group."""
+        parts = at_least_float32(x).unflatten(0, (num_parts, -1))  # (p, N, C, ...)
+        dims = [1, *range(3, parts.dim())]
+        var, mean = torch.var_mean(parts, dims, correction=0)  # (p, C)
+        count = parts[0, :, 0].numel()
         # Join the mean and variance of this rank's rows with those of the other ranks.
-        views = at_least_float32(x).unflatten(0, (self.num_views, -1))  # (d, N, C, ...)
-        dims = [1, *range(3, views.dim())]
-        local_var, local_mean = torch.var_mean(views, dims, correction=0)  # (d, C)
-        mean, var = _OverRanks.apply(local_mean, local_var, group_name, self.world_size)
+        if self.group_name is not None:
+            mean, var = _OverRanks.apply(mean, var, self.group_name, self.world_size)
+            count *= self.world_size
 
         # The running variance is the unbiased one.
-        count = views[0, :, 0].numel() * self.world_size
         unbiased_var = var.detach() * (count / (count - 1))
         self._update_running(mean.detach(), unbiased_var)
 
@@ -94,26 +105,23 @@ class ViewBatchNorm(nn.Module):
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         # A residual block adds in place to the output. If the output were a view, that would cost copies in backward, so
         # scale and shift are expanded to one for each row.
-        scale = self._by_row(scale, views)
-        shift = self._by_row(shift, views)
-        y = torch.addcmul(shift, views.flatten(0, 1), scale)
+        scale = _by_row(scale, parts)
+        shift = _by_row(shift, parts)
+        y = torch.addcmul(shift, parts.flatten(0, 1), scale)
         return y.to(x.dtype)
 
-    def _by_row(self, values: Tensor, views: Tensor) -> Tensor:
-        """Expand (d, C) to (d*N, C, 1, ...), or (1, C) to (1, C, 1, ...)."""
-        if self.num_views > 1:
-            values = values.repeat_interleave(views.shape[1], 0)
-        return values[(...,) + (None,) * (views.dim() - 3)]
-
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        for view in range(self.num_views):
-            self.running_mean.lerp_(mean[view], self.momentum)
-            self.running_var.lerp_(var[view], self.momentum)
+        """Update the running statistics with those of each part, (p, C), in order."""
+        for part in range(len(mean)):
+            self.running_mean.lerp_(mean[part], self.momentum)
+            self.running_var.lerp_(var[part], self.momentum)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return float64 unchanged, since tests compare in it, and everything else as float32."""
-    return x if x.dtype == torch.float64 else x.float()
+def _by_row(values: Tensor, parts: Tensor) -> Tensor:
+    """Expand (p, C) to (p*N, C, 1, ...), or (1, C) to (1, C, 1, ...), for parts (p, N, C, ...)."""
+    if len(parts) > 1:
+        values = values.repeat_interleave(parts.shape[1], 0)
+    return values[(...,) + (None,) * (parts.dim() - 3)]
 
 
 class _OverRanks(torch.autograd.Function):
@@ -151,15 +159,17 @@ class _OverRanks(torch.autograd.Function):
         return local_grad_mean, all_grad_var, None, None
 
 
-def convert_batch_norm(module: nn.Module, num_views: int, group_name: str | None, world_size: int) -> nn.Module:
+def convert_batch_norm(
+    module: nn.Module, num_views: int, group_name: str | None, world_size: int, rows: int = 0
+) -> nn.Module:
     """Replace every BatchNorm inside `module` by a ViewBatchNorm, unless a plain one computes the same."""
-    if num_views == 1 and group_name is None:
+    if num_views == 1 and group_name is None and rows == 0:
         return module
     for name, child in module.named_children():
         if isinstance(child, _BatchNorm):
-            setattr(module, name, ViewBatchNorm(child, num_views, group_name, world_size))
+            setattr(module, name, ViewBatchNorm(child, num_views, group_name, world_size, rows))
         else:
-            convert_batch_norm(child, num_views, group_name, world_size)
+            convert_batch_norm(child, num_views, group_name, world_size, rows)
     return module
 
 

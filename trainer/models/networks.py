@@ -5,37 +5,47 @@ Shapes: R = d*N views of this rank (view-major), S the size of a view in pixels,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import Config
-from trainer.distributed.ranks import Ranks
+from trainer.methods.method import MethodContext
 from trainer.models.batch_norm import convert_batch_norm, stop_counting_batches
 from trainer.models.encoder import Normalize, build_encoder, count_features
 from trainer.models.projector import Projector
+
+N = TypeVar("N", bound="EncoderNetwork")
 
 
 class EncoderNetwork(nn.Module):
     """Network from pixels to features: the part of every method's networks that is evaluated and used after training."""
 
-    def __init__(self, config: Config, batch_norm_group: str | None = None, world_size: int = 1) -> None:
-        """batch_norm_group: process group over which BatchNorm takes its statistics; None: each rank alone."""
+    def __init__(
+        self, config: Config, batch_norm_group: str | None = None, world_size: int = 1, *, batch_norm_rows: int = 0
+    ) -> None:
+        """batch_norm_group: process group over which BatchNorm takes its statistics; None: each rank alone.
+
+        batch_norm_rows: number of consecutive rows for which it takes them separately; 0: as the config says."""
         super().__init__()
         self.normalize = Normalize(config.views)
         encoder = build_encoder(config.model)
         self.num_features = count_features(encoder)
         parts = batch_norm_parts(config, config.model.encoder_batch_norm)
-        self.encoder: Any = convert_batch_norm(encoder, parts, batch_norm_group, world_size)
+        self.encoder: Any = convert_batch_norm(encoder, parts, batch_norm_group, world_size, batch_norm_rows)
         stop_counting_batches(self)
         self.keeps_features = False
         self.features: Tensor | None = None
         """Features (R, F) of the last forward, detached, if `keeps_features` is set (online probe)."""
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Encode pixels (R, 3, S, S) uint8, channels_last, as features (R, F)."""
-        features = self.encoder(self.normalize(pixels))
+    def forward(self, pixels: Tensor) -> Any:
+        """Encode pixels (R, 3, S, S) uint8, channels_last: here as features (R, F), in subclasses as the input of a loss."""
+        return self.encode(self.normalize(pixels))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Encode normalised images (R, 3, S, S) as features (R, F)."""
+        features = self.encoder(images)
         if self.keeps_features:
             self.features = features.detach()
         return features
@@ -44,18 +54,39 @@ class EncoderNetwork(nn.Module):
 class EncoderProjector(EncoderNetwork):
     """Network from pixels to embeddings: encoder and projector."""
 
-    def __init__(self, config: Config, batch_norm_group: str | None = None, world_size: int = 1) -> None:
-        super().__init__(config, batch_norm_group, world_size)
-        projector = Projector(config.model, self.num_features)
+    def __init__(
+        self, config: Config, batch_norm_group: str | None = None, world_size: int = 1, *, batch_norm_rows: int = 0
+    ) -> None:
+        super().__init__(config, batch_norm_group, world_size, batch_norm_rows=batch_norm_rows)
+        model = config.model
+        projector = Projector(model.projector, self.num_features, model.projector_hidden, model.embedding_size)
         # The projector may take its statistics differently from the encoder.
-        parts = batch_norm_parts(config, config.model.projector_batch_norm)
-        self.projector = convert_batch_norm(projector, parts, batch_norm_group, world_size)
+        parts = batch_norm_parts(config, model.projector_batch_norm)
+        self.projector = convert_batch_norm(projector, parts, batch_norm_group, world_size, batch_norm_rows)
         stop_counting_batches(self)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor) -> Any:
         """Encode pixels (R, 3, S, S) uint8, channels_last, as embeddings (R, k) float32."""
-        features = super().forward(pixels)
-        return self.projector(features)
+        return self.embed(self.normalize(pixels))
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Encode normalised images (R, 3, S, S) as embeddings (R, k) float32."""
+        return self.projector(self.encode(images))
+
+
+class EncoderPredictor(EncoderProjector):
+    """Encoder, projector, and a predictor from embeddings to embeddings."""
+
+    def __init__(
+        self, config: Config, batch_norm_group: str | None = None, world_size: int = 1, *, form: str, hidden: int
+    ) -> None:
+        """form: see `Projector`. hidden: size of the predictor's hidden layer."""
+        super().__init__(config, batch_norm_group, world_size)
+        size = config.model.embedding_size
+        predictor = Projector(form, size, [hidden], size)
+        parts = batch_norm_parts(config, config.model.projector_batch_norm)
+        self.predictor = convert_batch_norm(predictor, parts, batch_norm_group, world_size)
+        stop_counting_batches(self)
 
 
 def batch_norm_parts(config: Config, statistics: str) -> int:
@@ -70,10 +101,12 @@ def build_encoder_network(config: Config) -> EncoderNetwork:
     return EncoderNetwork(config)
 
 
-def build_encoder_projector(config: Config, ranks: Ranks, batch_norm_group: str | None = None) -> EncoderProjector:
-    """Build encoder and projector on the CPU with the initial weights of the seed, the same on every rank.
+def build_networks(kind: type[N], context: MethodContext, **options: Any) -> N:
+    """Build the networks of a method with the initial weights of the seed, the same on every rank.
 
-    batch_norm_group: name of the process group for model.batch_norm_ranks all; None: each rank alone."""
+    options: further arguments of the class `kind`."""
+    config = context.config
+    group = context.batch_norm_group if config.model.batch_norm_ranks == "all" else None
+    # Random numbers are drawn on the CPU, so the device does not change the weights.
     torch.manual_seed(config.seed)
-    group = batch_norm_group if config.model.batch_norm_ranks == "all" else None
-    return EncoderProjector(config, group, ranks.world_size)
+    return kind(config, group, context.ranks.world_size, **options).to(context.device)

@@ -1,17 +1,39 @@
-"""Projector: a small network between the features of the encoder and the loss.
+"""Projector: a small network between the features of the encoder and the loss. A predictor has the same form.
 
 Shapes: R views, F features, k embedding size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import ModelConfig
-from trainer.models.batch_norm import at_least_float32
+from kernels.precision import at_least_float32
+
+
+class _Form(NamedTuple):
+    """Layers of a projector: hidden ones of Linear, BatchNorm and ReLU, then a last Linear."""
+
+    hidden_bias: bool = True
+    hidden_norm: bool = True
+    last_bias: bool = True
+    last_norm: Literal["none", "affine", "no_shift", "plain"] = "none"
+
+
+_FORMS = {
+    "mlp": _Form(),
+    "mlp_norm": _Form(last_norm="affine"),
+    "simclr": _Form(hidden_bias=False, last_bias=False, last_norm="no_shift"),
+    "byol": _Form(last_bias=False),
+    "simsiam": _Form(hidden_bias=False, last_bias=False, last_norm="plain"),
+    "simsiam_predictor": _Form(hidden_bias=False),
+    "moco": _Form(hidden_norm=False),
+    "barlow_twins": _Form(hidden_bias=False, last_bias=False),
+}
 
 
 class Projector(nn.Module):
@@ -21,23 +43,21 @@ class Projector(nn.Module):
     covariance, which span a factor of 100, and would enlarge the rounding errors of bf16 by as much. The cost is negligible.
     """
 
-    def __init__(self, config: ModelConfig, num_features: int) -> None:
+    def __init__(self, form: str, num_features: int, hidden_sizes: Sequence[int], size: int) -> None:
+        """form: a value of model.projector, or simsiam_predictor. num_features: F. size: that of the output, k."""
         super().__init__()
-        # SimCLR's projector has no biases, and its last BatchNorm has no shift.
-        simclr = config.projector == "simclr"
-        sizes = [num_features, *config.projector_hidden]
+        hidden_bias, hidden_norm, last_bias, last_norm = _FORMS[form]
+        sizes = [num_features, *hidden_sizes]
         hidden: list[nn.Module] = []
-        for size, next_size in pairwise(sizes):
-            hidden += [
-                nn.Linear(size, next_size, bias=not simclr),
-                nn.BatchNorm1d(next_size),
-                nn.ReLU(),
-            ]
+        for before, after in pairwise(sizes):
+            hidden.append(nn.Linear(before, after, bias=hidden_bias))
+            if hidden_norm:
+                hidden.append(nn.BatchNorm1d(after))
+            hidden.append(nn.ReLU())
         self.hidden = nn.Sequential(*hidden)
-        self.last = nn.Linear(sizes[-1], config.embedding_size, bias=not simclr)
-        # The projector of kind mlp ends with a plain Linear, the other kinds with a BatchNorm.
-        self.norm = nn.Identity() if config.projector == "mlp" else nn.BatchNorm1d(config.embedding_size)
-        if simclr:
+        self.last = nn.Linear(sizes[-1], size, bias=last_bias)
+        self.norm = nn.Identity() if last_norm == "none" else nn.BatchNorm1d(size, affine=last_norm != "plain")
+        if last_norm == "no_shift":
             self.norm.register_parameter("bias", None)
 
     def forward(self, features: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ class UntrainedState:
         for tensor in _untrained(networks):
             of_dtype.setdefault(tensor.dtype, []).append(_in_memory_order(tensor))
         self._groups = list(of_dtype.values())
+        # Activation checkpointing of timm's backbones.
+        self._recomputes = any(getattr(module, "grad_checkpointing", False) for module in networks.modules())
         self._before: list[Tensor] = []
         self.remember()
 
@@ -30,9 +32,12 @@ class UntrainedState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo changes that the block makes to the state.
+        """Undo changes that a backward makes to the state.
 
         With activation checkpointing, backward runs the forward again, which would update the statistics a second time."""
+        if not self._recomputes:
+            yield
+            return
         after_forward = [torch.cat(group) for group in self._groups]
         yield
         for group, kept in zip(self._groups, after_forward, strict=True):

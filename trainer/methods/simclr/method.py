@@ -5,30 +5,23 @@ Shapes: R = d*N views of this rank (view-major), k embedding size.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from trainer.config.schema import Config
 from trainer.distributed.gather import gather_candidates
-from trainer.distributed.ranks import ImageRange, Ranks
+from trainer.distributed.ranks import ImageRange
 from trainer.losses.contrastive import contrastive_loss
-from trainer.methods.method import LossOutput, Method
-from trainer.models.networks import build_encoder_projector
+from trainer.methods.method import LossOutput, Method, MethodContext, without_checks
+from trainer.models.networks import EncoderProjector, build_networks
 
 
 class SimCLR(Method):
     """SimCLR with encoder and projector. Each rank compares its embeddings with those of all ranks."""
 
-    def __init__(
-        self, config: Config, ranks: Ranks, device: torch.device, loss_group: Any, batch_norm_group: str | None
-    ) -> None:
-        """See `MethodSettings.build`."""
-        self.networks = build_encoder_projector(config, ranks, batch_norm_group).to(device)
-        self._num_views = config.views.num_views
-        self._settings = config.simclr
-        self._loss_group = loss_group
+    def __init__(self, context: MethodContext) -> None:
+        self.networks = build_networks(EncoderProjector, context)
+        self._num_views = context.config.views.num_views
+        self._settings = context.config.simclr
+        self._loss_group = context.loss_group
 
     def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
         """Compute the contrastive loss. outputs: embeddings (R, k)."""
@@ -46,5 +39,4 @@ class SimCLR(Method):
             normalize=self._settings.normalize,
             first_image=first_image,
         )
-        no_checks = torch.ones(0, dtype=torch.bool, device=loss.device)
-        return LossOutput(loss, no_checks, {}, outputs)
+        return without_checks(loss, outputs)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.config.schema import Config
 from trainer.data.plan import slice_permutations
 from trainer.distributed.gather import gather_rows
-from trainer.distributed.ranks import ImageRange, Ranks
+from trainer.distributed.ranks import ImageRange
 from trainer.losses.wmse import wmse_loss_with_status
-from trainer.methods.method import LossOutput, Method
+from trainer.methods.method import LossOutput, Method, MethodContext
 from trainer.metric import Metric
-from trainer.models.networks import build_encoder_projector
+from trainer.models.networks import EncoderProjector, build_networks
 
 _LOW_PIVOT = 1e-4  # slices fail near 2e-6; the demo's first steps have 0.1
 
@@ -30,16 +28,14 @@ class WMSE(Method):
     metrics = MappingProxyType({"min_pivot": Metric("health", "min pivot {:.1e}", over="min")})
     remedy = "wmse.eps 1e-4"
 
-    def __init__(
-        self, config: Config, ranks: Ranks, device: torch.device, loss_group: Any, batch_norm_group: str | None
-    ) -> None:
-        """See `MethodSettings.build`."""
-        self.networks = build_encoder_projector(config, ranks, batch_norm_group).to(device)
-        self.checks = tuple(f"a slice of view {view} cannot be whitened" for view in range(config.views.num_views))
-        self._config = config
-        self._device = device
-        self._loss_group = loss_group
-        self._identity = torch.zeros(0, dtype=torch.int64, device=device)
+    def __init__(self, context: MethodContext) -> None:
+        self.networks = build_networks(EncoderProjector, context)
+        num_views = context.config.views.num_views
+        self.checks = tuple(f"a slice of view {view} cannot be whitened" for view in range(num_views))
+        self._config = context.config
+        self._device = context.device
+        self._loss_group = context.loss_group
+        self._identity = torch.zeros(0, dtype=torch.int64, device=context.device)
         self._pivot_to_warn = _LOW_PIVOT
 
     def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
