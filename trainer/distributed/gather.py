@@ -1,7 +1,8 @@
-"""All-gather of embeddings over the ranks of a loss group, with gradients.
+"""Embeddings of all ranks of a loss group, and sums over them, with gradients.
 
-The two functions differ in the backward. Use `gather_rows` if every rank computes the loss of all rows, and
-`gather_candidates` if each rank computes the loss of its local rows.
+The first two functions differ in the backward. Use `gather_rows` if every rank computes the loss of all rows, and
+`gather_candidates` if each rank computes the loss of its local rows. `sum_of_group` serves losses of moments, such as
+covariances, for which no rank needs the rows of another.
 
 Shapes: d views, N images of this rank, R ranks in the group, k embedding size.
 """
@@ -43,6 +44,20 @@ def gather_candidates(v: Tensor, num_views: int, group: dist.ProcessGroup | None
     over ranks this is exact: it gives the gradient of (1/R) sum_r loss_r, where loss_r is the mean over rank r's rows."""
     _check(v, num_views)
     return _GatherCandidates.apply(v, num_views, group)
+
+
+def sum_of_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum a tensor over the ranks of a loss group; None is this rank alone.
+
+    The backward multiplies the gradient by the number of ranks, without communication. As for `gather_rows`, this is exact
+    under DDP's mean if every rank of the group computes the same loss from the sum."""
+    return x if group is None else _SumOfGroup.apply(x, group)
+
+
+def join_rows(v: Tensor, num_views: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Join the rows of all ranks as `gather_rows` does, without a gradient."""
+    _check(v, num_views)
+    return _join(v.detach(), num_views, group)
 
 
 def _check(v: Tensor, num_views: int) -> None:
@@ -95,3 +110,17 @@ class _GatherCandidates(torch.autograd.Function):
         local = gradient.new_empty(rows // ranks, k)
         _reduce_scatter(local, by_rank.reshape(-1, k), group=ctx.group)
         return local, None, None
+
+
+class _SumOfGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = dist.get_world_size(group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.ranks, None

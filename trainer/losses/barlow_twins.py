@@ -1,0 +1,47 @@
+"""Barlow Twins: the cross-correlation of two views' embeddings is pulled towards the identity.
+
+Zbontar et al., "Barlow Twins: Self-Supervised Learning via Redundancy Reduction", ICML 2021, equations 1 and 2.
+Shapes: d views, N images of this rank, k embedding size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from kernels.precision import at_least_float32, without_autocast
+
+_EPS = 1e-5  # of the BatchNorm by which the authors standardise
+
+
+def barlow_twins_loss(
+    v: Tensor,
+    *,
+    num_views: int,
+    num_images: int,
+    off_diagonal_weight: float,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """Compute sum_i (1 - c_ii)^2 + weight * sum_(i != j) c_ij^2, averaged over pairs of views, in float32 (float64 if v is).
+
+    c (k, k) is the correlation of the embeddings of two views over all images.
+
+    v: (d*N, k), view-major. num_images: number of images of all ranks. sum_over_ranks: sums over ranks, with gradient
+    (`gather.sum_of_group`); every rank computes the same loss.
+    """
+    with without_autocast(v.device):
+        views = at_least_float32(v).unflatten(0, (num_views, -1))  # (d, N, k)
+        mean = sum_over_ranks(views.sum(1, keepdim=True)) / num_images
+        centred = views - mean
+        variance = sum_over_ranks(centred.square().sum(1, keepdim=True)) / num_images
+        z = centred * (variance + _EPS).rsqrt()
+        # One product for each pair of views, (pairs, k, k).
+        products = torch.stack([z[a].T @ z[b] for a, b in combinations(range(num_views), 2)])
+        correlation = sum_over_ranks(products) / num_images
+        diagonal = correlation.diagonal(dim1=1, dim2=2)
+        on_diagonal = (diagonal - 1).square().sum()
+        off_diagonal = correlation.square().sum() - diagonal.square().sum()
+        return (on_diagonal + off_diagonal_weight * off_diagonal) / len(products)
