@@ -24,8 +24,15 @@ from trainer.config.evaluation import (
     OnlineProbeConfig,
 )
 from trainer.config.setting import all_settings, setting
+from trainer.methods.align_uniform.settings import AlignUniformSettings
+from trainer.methods.barlow_twins.settings import BarlowTwinsSettings
+from trainer.methods.byol.settings import BYOLSettings
+from trainer.methods.moco.settings import MoCoSettings
 from trainer.methods.settings import MethodSettings
 from trainer.methods.simclr.settings import SimCLRSettings
+from trainer.methods.simsiam.settings import SimSiamSettings
+from trainer.methods.swav.settings import SwAVSettings
+from trainer.methods.vicreg.settings import VICRegSettings
 from trainer.methods.wmse.settings import WMSESettings
 
 
@@ -135,9 +142,11 @@ class ModelConfig:
     of 28 px)."""
     zero_init_last: bool = True
     """Start the weight of each residual block's last BatchNorm at 0."""
-    projector: Literal["mlp", "mlp_norm", "simclr"] = "simclr"
+    projector: Literal["mlp", "mlp_norm", "simclr", "byol", "simsiam", "moco", "barlow_twins"] = "simclr"
     """mlp: Linear-BN-ReLU for each hidden size, then Linear, with biases. mlp_norm: the same and a BatchNorm at the end.
-    simclr: no biases, BatchNorm after every Linear (the last without a shift), ReLU after all but the last."""
+    byol: as mlp, but the last Linear has no bias (BYOL on ImageNet, VICReg). moco: as mlp, but without BatchNorm (MoCo v2).
+    barlow_twins: as mlp, but without biases. simclr: the same and a BatchNorm without a shift at the end. simsiam: the same
+    and a BatchNorm without scale and shift at the end."""
     projector_hidden: tuple[int, ...] = setting((2048, 2048), between=(1, None))
     """Hidden sizes of the projector."""
     embedding_size: int = setting(128, between=(1, None))
@@ -246,7 +255,8 @@ class Config:
     max_steps: int = setting(0, between=(0, None), shapes_result=False)
     """Stop after this many steps. The learning-rate schedule stays the one of the whole run. 0: run to the end."""
     method: str = "wmse"
-    """Method of self-supervised learning: wmse or simclr. Its settings are in the section of the same name."""
+    """Method of self-supervised learning: wmse, simclr, byol, simsiam, moco, swav, align_uniform, barlow_twins or vicreg. Its
+    settings are in the section of the same name."""
     init_from: str = setting("", shapes_result=False)
     """Checkpoint of another run whose encoder this run starts from. Everything else starts fresh."""
     allow_changes: bool = setting(False, shapes_result=False)
@@ -286,6 +296,13 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     wmse: WMSESettings = field(default_factory=WMSESettings)
     simclr: SimCLRSettings = field(default_factory=SimCLRSettings)
+    byol: BYOLSettings = field(default_factory=BYOLSettings)
+    simsiam: SimSiamSettings = field(default_factory=SimSiamSettings)
+    moco: MoCoSettings = field(default_factory=MoCoSettings)
+    swav: SwAVSettings = field(default_factory=SwAVSettings)
+    align_uniform: AlignUniformSettings = field(default_factory=AlignUniformSettings)
+    barlow_twins: BarlowTwinsSettings = field(default_factory=BarlowTwinsSettings)
+    vicreg: VICRegSettings = field(default_factory=VICRegSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

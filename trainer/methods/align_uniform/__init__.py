@@ -1,0 +1,1 @@
+"""Alignment and uniformity of embeddings, with the networks and the queue of MoCo."""

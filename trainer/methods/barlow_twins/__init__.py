@@ -1,0 +1,1 @@
+"""Barlow Twins: decorrelates the dimensions of the embeddings across views."""

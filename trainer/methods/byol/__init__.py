@@ -1,0 +1,1 @@
+"""BYOL: predicts the embedding of a target network, whose weights are a moving average."""

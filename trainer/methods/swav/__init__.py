@@ -1,0 +1,1 @@
+"""SwAV: predicts the assignment of another view to prototypes."""

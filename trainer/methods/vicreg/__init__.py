@@ -1,0 +1,1 @@
+"""VICReg: variance, invariance and covariance of the embeddings."""
