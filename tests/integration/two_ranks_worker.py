@@ -8,7 +8,17 @@ from dataclasses import replace
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from trainer.config.schema import Config, DataConfig, ModelConfig, SimCLRSettings, ViewsConfig, WMSESettings
+from trainer.config.schema import (
+    AlignUniformSettings,
+    Config,
+    DataConfig,
+    MoCoSettings,
+    ModelConfig,
+    SimCLRSettings,
+    SwAVSettings,
+    ViewsConfig,
+    WMSESettings,
+)
 from trainer.distributed.geometry import images_of_rank, indivisible_images, loss_group_size
 from trainer.distributed.process_group import make_batch_norm_group, make_loss_group, process_group, wrap_model
 from trainer.distributed.ranks import find_ranks
@@ -35,6 +45,18 @@ CASES = {
     "2 views, 4 parts in all": ("wmse", 2, 8, 1, 32, "joint"),
     "simclr, 2 views": ("simclr", 2, 0, 1, 32, "joint"),
     "simclr, 4 views, per view": ("simclr", 4, 0, 1, 32, "per_view"),
+    "byol, 2 views, per view": ("byol", 2, 0, 1, 32, "per_view"),
+    "byol, 3 views": ("byol", 3, 0, 1, 32, "joint"),
+    "simsiam, 2 views": ("simsiam", 2, 0, 1, 32, "per_view"),
+    "moco": ("moco", 2, 0, 1, 32, "joint"),
+    "moco, 4 parts in all": ("moco", 2, 0, 1, 32, "joint"),
+    "align_uniform": ("align_uniform", 2, 0, 1, 32, "joint"),
+    "swav, 2 views": ("swav", 2, 0, 1, 32, "joint"),
+    "swav, 3 views": ("swav", 3, 0, 1, 32, "per_view"),
+    "barlow_twins, 2 views": ("barlow_twins", 2, 0, 1, 32, "joint"),
+    "barlow_twins, 3 views": ("barlow_twins", 3, 0, 1, 32, "per_view"),
+    "vicreg, 2 views": ("vicreg", 2, 0, 1, 32, "joint"),
+    "vicreg, 3 views": ("vicreg", 3, 0, 1, 32, "per_view"),
 }
 
 
@@ -43,7 +65,8 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     method_name, views, slice_size, iterations, block, norm = CASES[name]
     ranks = find_ranks()
     parts = 4 // ranks.world_size if "parts" in name else 1
-    statistics_of = "local" if "parts" in name else "all"
+    has_queue = method_name in ("moco", "align_uniform")
+    statistics_of = "local" if "parts" in name or has_queue else "all"
     config = Config(
         method=method_name,
         data=DataConfig(images_per_step=IMAGES),
@@ -51,6 +74,9 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         model=replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of),
         wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block),
         simclr=SimCLRSettings(temperature=0.5),
+        moco=MoCoSettings(queue_size=96, batch_norm_rows=4, shuffle_images=8),
+        align_uniform=AlignUniformSettings(queue_size=96, batch_norm_rows=4, shuffle_images=8),
+        swav=SwAVSettings(prototypes=6, freeze_prototypes_steps=0),
     )
     unit = indivisible_images(config)
     images = images_of_rank(ranks, IMAGES, unit)
@@ -59,6 +85,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         config,
         ranks,
         CPU,
+        total_steps=10,
         loss_group=make_loss_group(group_size, config, ranks, CPU),
         batch_norm_group=make_batch_norm_group(config, ranks, CPU),
     )
@@ -70,7 +97,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     compression = "fp16" if "fp16" in name else "none"
     step = TrainStep(
         method,
-        torch.optim.SGD(networks.parameters(), lr=1.0),
+        torch.optim.SGD([p for p in networks.parameters() if p.requires_grad], lr=1.0),
         num_views=views,
         images=images,
         ranks=ranks,
@@ -91,6 +118,8 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         torch.distributed.all_reduce(loss)
     gradients = {n: before[n] - p.detach() for n, p in networks.named_parameters()}
     statistics = {n: b.clone() for n, b in networks.named_buffers() if "running" in n and statistics_of == "all"}
+    if has_queue:
+        statistics["queue"] = networks.queue
     agreed = {
         "agreed": torch.stack(list(result.flags)),
         "group_size": torch.tensor(group_size),

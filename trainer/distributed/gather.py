@@ -50,7 +50,8 @@ def sum_of_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum a tensor over the ranks of a loss group; None is this rank alone.
 
     The backward multiplies the gradient by the number of ranks, without communication. As for `gather_rows`, this is exact
-    under DDP's mean if every rank of the group computes the same loss from the sum."""
+    under DDP's mean if every rank of the group computes the same from the sum. It is not if a rank combines the sum with
+    its local rows, such as a mean that is subtracted from them: then each rank has another gradient."""
     return x if group is None else _SumOfGroup.apply(x, group)
 
 

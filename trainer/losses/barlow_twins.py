@@ -34,13 +34,18 @@ def barlow_twins_loss(
     """
     with without_autocast(v.device):
         views = at_least_float32(v).unflatten(0, (num_views, -1))  # (d, N, k)
-        mean = sum_over_ranks(views.sum(1, keepdim=True)) / num_images
+        # No covariance changes with the mean to first order, so the mean needs no gradient.
+        mean = sum_over_ranks(views.detach().sum(1, keepdim=True)) / num_images
         centred = views - mean
-        variance = sum_over_ranks(centred.square().sum(1, keepdim=True)) / num_images
-        z = centred * (variance + _EPS).rsqrt()
-        # One product for each pair of views, (pairs, k, k).
-        products = torch.stack([z[a].T @ z[b] for a, b in combinations(range(num_views), 2)])
-        correlation = sum_over_ranks(products) / num_images
+        variance = sum_over_ranks(centred.square().sum(1)) / num_images  # (d, k)
+        # One covariance for each pair of views, (pairs, k, k).
+        pairs = list(combinations(range(num_views), 2))
+        products = torch.stack([centred[a].T @ centred[b] for a, b in pairs])
+        covariance = sum_over_ranks(products) / num_images
+        # Rows and columns are scaled here, not before the product: from the sums on, all ranks compute the same.
+        scale = (variance + _EPS).rsqrt()
+        scales = torch.stack([torch.outer(scale[a], scale[b]) for a, b in pairs])
+        correlation = covariance * scales
         diagonal = correlation.diagonal(dim1=1, dim2=2)
         on_diagonal = (diagonal - 1).square().sum()
         off_diagonal = correlation.square().sum() - diagonal.square().sum()

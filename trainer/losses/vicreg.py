@@ -43,7 +43,8 @@ def vicreg_terms(
         squares = [(views[a] - views[b]).square().mean() for a, b in combinations(range(num_views), 2)]
         invariance = torch.stack(squares).mean()
 
-        mean = sum_over_ranks(views.sum(1, keepdim=True)) / num_images
+        # No covariance changes with the mean to first order, so the mean needs no gradient.
+        mean = sum_over_ranks(views.detach().sum(1, keepdim=True)) / num_images
         centred = views - mean
         covariance = sum_over_ranks(centred.mT @ centred) / (num_images - 1)  # (d, k, k)
         variance = covariance.diagonal(dim1=1, dim2=2)
