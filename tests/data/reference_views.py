@@ -42,7 +42,8 @@ def _view(
     if recipe.order == "crop_first":
         v = _color(v, plan, row, view)
     sigma = float(plan.blur_sigma[row, view])
-    return F.gaussian_blur(v, [recipe.blur_window] * 2, [sigma] * 2) if sigma else v
+    v = F.gaussian_blur(v, [recipe.blur_window] * 2, [sigma] * 2) if sigma else v
+    return F.solarize(v, 128) if plan.solarize[row, view] else v
 
 
 def _color(v: torch.Tensor, plan: Plan, row: int, view: int) -> torch.Tensor:

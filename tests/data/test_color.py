@@ -28,9 +28,9 @@ def plan_of(factors: tuple, order=(0, 1, 2, 3), *, jitter: bool = True, gray: bo
     )
 
 
-def apply(plan: Plan, pixels: torch.Tensor) -> torch.Tensor:
+def apply(plan: Plan, pixels: torch.Tensor, pivot: str = "gray") -> torch.Tensor:
     """Return A x + C m for the pixels x, (3, H, W), and their mean m, without clamping."""
-    a, c = (torch.from_numpy(x[0, 0]) for x in color_matrices(plan))
+    a, c = (torch.from_numpy(x[0, 0]) for x in color_matrices(plan, ViewsConfig(contrast_pivot=pivot)))
     return torch.einsum("ij,jhw->ihw", a, pixels) + (c @ pixels.mean((1, 2)))[:, None, None]
 
 
@@ -57,7 +57,7 @@ def test_grey_equals_torchvision_and_is_applied_after_the_jitter():
 
 
 def test_without_jitter_and_grey_the_matrices_are_the_identity():
-    a, c = color_matrices(plan_of((1.3, 0.7, 1.2, 0.1), jitter=False))
+    a, c = color_matrices(plan_of((1.3, 0.7, 1.2, 0.1), jitter=False), ViewsConfig())
     np.testing.assert_array_equal(a[0, 0], np.eye(3))
     assert not c.any()
 
@@ -111,7 +111,20 @@ def test_grey_pixels_keep_their_value_under_hue_and_saturation():
 
 
 def test_each_view_of_each_image_has_different_matrices():
-    a, _ = color_matrices(draw_plan(ViewsConfig(num_views=2, color_probability=1.0, gray_probability=0.0), 6))
+    recipe = ViewsConfig(num_views=2, color_probability=1.0, gray_probability=0.0)
+    a, _ = color_matrices(draw_plan(recipe, 6), recipe)
     assert a.shape == (6, 2, 3, 3)
     assert a.dtype == np.float32
     assert len(np.unique(a.reshape(12, 9), axis=0)) == 12
+
+
+def test_contrast_may_keep_the_mean_of_each_channel():
+    """TensorFlow changes the contrast of each channel by itself: (x - mean) * factor + mean."""
+    pixels = patch() + torch.tensor([0.2, 0.0, -0.2])[:, None, None]
+    plan = plan_of((1.0, 0.6, 1.0, 0.0))
+    mean = pixels.mean((1, 2), keepdim=True)
+    torch.testing.assert_close(apply(plan, pixels, "channel"), (pixels - mean) * 0.6 + mean)
+    assert not torch.allclose(apply(plan, pixels), (pixels - mean) * 0.6 + mean, atol=0.01)
+    # Each operation sees the mean after those before it.
+    brighter = plan_of((1.5, 0.6, 1.0, 0.0))
+    torch.testing.assert_close(apply(brighter, pixels, "channel"), 1.5 * ((pixels - mean) * 0.6 + mean))

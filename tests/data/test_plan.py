@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from trainer.config.schema import ViewsConfig
 from trainer.data.plan import PLAN_VERSION, Plan, Planner, crop_windows, epoch_order, slice_permutations
 from trainer.distributed.ranks import ImageRange
 
-RECIPE = ViewsConfig(num_views=3, brightness=0.4, contrast=0.5, saturation=1.2, hue=0.1, blur_sigma=(0.1, 2.0))
+RECIPE = ViewsConfig(
+    num_views=3, brightness=0.4, contrast=0.5, saturation=1.2, hue=0.1, blur_sigma=(0.1, 2.0), solarize_probability=0.3
+)
 DRAWN = Plan._fields[Plan._fields.index("crop_tries") :]
 
 
@@ -47,7 +50,10 @@ def test_a_seed_gives_the_same_plan_in_every_version():
     for step in (0, 7):
         p = plan(step, seed=3)
         windows = crop_windows(p, RECIPE, np.arange(100, 108), np.arange(300, 308))
-        for values in (*p, windows, slice_permutations(3, step, 8, 3, 4)):
+        drawn_first = p[
+            : Plan._fields.index("solarize")
+        ]  # solarisation was added later, without a change of the others
+        for values in (*drawn_first, windows, slice_permutations(3, step, 8, 3, 4)):
             digest.update(np.ascontiguousarray(values).tobytes())
     assert (PLAN_VERSION, digest.hexdigest()) == (1, "163a8838175955f9")
 
@@ -100,6 +106,7 @@ def test_probabilities_and_ranges_are_those_of_the_recipe():
         (p.jitter, RECIPE.color_probability),
         (p.gray, RECIPE.gray_probability),
         (p.blur_sigma > 0, RECIPE.blur_probability),
+        (p.solarize, RECIPE.solarize_probability),
     ):
         assert np.mean(values) == pytest.approx(share, abs=0.02)  # 12,000 draws: 4 standard deviations
     limits = [(0.6, 1.4), (0.5, 1.5), (0.0, 2.2), (-0.1, 0.1), (0.1, 2.0)]
@@ -108,6 +115,18 @@ def test_probabilities_and_ranges_are_those_of_the_recipe():
         assert low <= values.min() < low + 0.01 * (high - low)
         assert high >= values.max() > high - 0.01 * (high - low)
         assert values.mean() == pytest.approx((low + high) / 2, abs=0.02 * (high - low))
+
+
+def test_blur_and_solarisation_change_no_other_choice_and_may_differ_by_view():
+    """Fewer views than the recipe has, as in an evaluation, take the probabilities of the first."""
+    recipe = replace(RECIPE, blur_probability=(1.0, 0.0, 0.3), solarize_probability=(0.0, 0.2, 1.0))
+    p, before = large_plan(recipe), large_plan()
+    np.testing.assert_allclose((p.blur_sigma > 0).mean(0), (1.0, 0.0, 0.3), atol=0.03)
+    np.testing.assert_allclose(p.solarize.mean(0), (0.0, 0.2, 1.0), atol=0.03)
+    for name in ("crop_tries", "crop_corner", "flip", "jitter", "factors", "factor_order", "gray"):
+        np.testing.assert_array_equal(getattr(p, name), getattr(before, name))
+    two = large_plan(replace(recipe, num_views=2))
+    np.testing.assert_allclose(two.solarize.mean(0), (0.0, 0.2), atol=0.03)
 
 
 def test_all_orders_of_the_colour_factors_are_equally_frequent():

@@ -99,11 +99,29 @@ def test_the_coloured_view_is_the_affine_map_of_the_uncoloured_one():
     encoded = pictures("generated")
     plan = draw_plan(recipe, len(encoded))
     before = dali_views(encoded, plan, PLAIN).double().permute(1, 0, 3, 4, 2)  # (N, d, S, S, 3)
-    a, c = (torch.from_numpy(x).double() for x in color_matrices(plan))
+    a, c = (torch.from_numpy(x).double() for x in color_matrices(plan, recipe))
     shift = torch.einsum("ndij,ndj->ndi", c, before.mean((2, 3)))
     expected = (torch.einsum("ndij,ndhwj->ndhwi", a, before) + shift[:, :, None, None]).clamp(0, 255)
     got = dali_views(encoded, plan, recipe).double().permute(1, 0, 3, 4, 2)
     assert (got - expected).abs().max() < 0.51
+
+
+def test_blur_and_solarisation_have_a_probability_for_each_view(source):
+    """Every value from 128 on is inverted, and no other. The difference to torchvision is that of the views before it."""
+    recipe = replace(PLAIN, blur_probability=(1.0, 0.0), solarize_probability=(0.0, 0.5))
+    encoded = pictures(source)[:24]
+    plan = draw_plan(recipe, len(encoded))
+    assert (plan.blur_sigma > 0).all(0).tolist() == [True, False]
+    assert plan.solarize[:, 0].sum() == 0
+    assert 0 < plan.solarize[:, 1].sum() < len(encoded)
+    before = dali_views(encoded, plan, replace(recipe, solarize_probability=0.0))
+    solarised = torch.from_numpy(plan.solarize.T)[..., None, None, None]
+    expected = torch.where(solarised & (before >= 128), 255 - before, before)
+    assert torch.equal(dali_views(encoded, plan, recipe), expected)
+    assert (expected != before).any()
+    # A pixel near 128 may lie on either side in the two programs, so only most pixels agree.
+    reference = reference_views(encoded, plan, recipe)
+    assert ((expected.int() - reference.int()).abs() <= 2).float().mean() > 0.97
 
 
 def test_a_view_without_blur_is_unchanged():

@@ -64,6 +64,12 @@ def _views(v: ViewsConfig) -> list[str]:
         problems.append(
             f"views.blur_window is {v.blur_window}: give an odd number of taps, such as {v.blur_window + 1}"
         )
+    for key in ("blur_probability", "solarize_probability"):
+        value = getattr(v, key)
+        if isinstance(value, tuple) and len(value) != v.num_views:
+            problems.append(
+                f"views.{key} is {list(value)} with views.num_views {v.num_views}: give one number, or one for each view"
+            )
     if v.eval_resize < v.size:
         problems.append(f"views.eval_resize is {v.eval_resize}: set it to views.size ({v.size}) or more")
     # Equal or falling epochs would leave a size without a single step.

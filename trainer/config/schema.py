@@ -106,22 +106,28 @@ class ViewsConfig:
     brightness: float = setting(0.8, between=(0, None))
     """Strength b: the factor is drawn uniformly from [max(0, 1 - b), 1 + b]."""
     contrast: float = setting(0.8, between=(0, None))
-    """Strength c: the factor is drawn uniformly from [max(0, 1 - c), 1 + c]. The pivot is the mean grey value."""
+    """Strength c: the factor is drawn uniformly from [max(0, 1 - c), 1 + c]."""
+    contrast_pivot: Literal["gray", "channel"] = "gray"
+    """Value that a change of the contrast keeps. gray: the mean grey value (torchvision). channel: the mean of each channel
+    (TensorFlow, in which SimCLR and BYOL were published)."""
     saturation: float = setting(0.8, between=(0, None))
     """Strength s: the factor is drawn uniformly from [max(0, 1 - s), 1 + s]."""
     hue: float = setting(0.2, between=(0, 0.5))
     """Strength h, at most 0.5: the rotation is drawn uniformly from [-h, h], in full turns (0.1 is 36 degrees)."""
     gray_probability: float = setting(0.2, between=(0, 1))
     """Probability that a view is converted to grey, after the colour changes."""
-    blur_probability: float = setting(0.5, between=(0, 1))
-    """Probability of a Gaussian blur, which is the last augmentation."""
+    blur_probability: float | tuple[float, ...] = setting(0.5, between=(0, 1))
+    """Probability of a Gaussian blur, after the colour changes: one number, or one for each view, such as [1.0, 0.1]."""
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     """Smallest and largest standard deviation of the blur, in pixels."""
     blur_window: int = setting(23, between=(1, None))
     """Largest number of taps of the blur, an odd number. Taps beyond 3 sigma are not used."""
+    solarize_probability: float | tuple[float, ...] = setting(0.0, between=(0, 1))
+    """Probability of a solarisation, which inverts the values of 128 to 255 and is the last augmentation: one number, or one
+    for each view."""
     order: Literal["crop_first", "color_first"] = "crop_first"
     """crop_first: crop before changing colours (SimCLR). color_first: change colours of the whole image before cropping, so
-    that contrast uses the mean grey value of the whole image as its pivot."""
+    that contrast uses the mean of the whole image as its pivot."""
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Mean of each channel, subtracted from pixels scaled to 0..1."""
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)

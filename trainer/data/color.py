@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.config.schema import ViewsConfig
 from trainer.data.plan import Plan
 
 _GRAY = np.array([0.2989, 0.587, 0.114])  # weights of red, green, blue in torchvision's greyscale
@@ -19,9 +20,10 @@ _EYE = np.eye(3)
 _NUM_OPERATIONS = 4
 
 
-def color_matrices(plan: Plan) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def color_matrices(plan: Plan, recipe: ViewsConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (A, C), each (N, d, 3, 3): a pixel x of a view with mean m becomes A x + C m, all in levels 0..255."""
-    scale, constant = _operations(plan.factors)
+    pivot = _EYE if recipe.contrast_pivot == "channel" else _TO_GRAY
+    scale, constant = _operations(plan.factors, pivot)
     # Start with the identity: A = I, C = 0.
     a = np.broadcast_to(_EYE, (*plan.gray.shape, 3, 3)).copy()
     c = np.zeros_like(a)
@@ -45,8 +47,12 @@ def color_matrices(plan: Plan) -> tuple[NDArray[np.float32], NDArray[np.float32]
     return a.astype(np.float32), c.astype(np.float32)
 
 
-def _operations(factors: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return S and K of brightness, contrast, saturation and hue, each (N, d, 4, 3, 3), for factors (N, d, 4)."""
+def _operations(
+    factors: NDArray[np.float64], pivot: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return S and K of brightness, contrast, saturation and hue, each (N, d, 4, 3, 3), for factors (N, d, 4).
+
+    pivot: (3, 3), maps the mean pixel to the value that contrast keeps."""
     brightness = factors[:, :, 0, None, None]
     contrast = factors[:, :, 1, None, None]
     saturation = factors[:, :, 2, None, None]
@@ -58,9 +64,9 @@ def _operations(factors: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
         saturation * _EYE + (1 - saturation) * _TO_GRAY,
         _rotations(angle),
     ]
-    # Contrast is the only operation that depends on the mean: it blends each pixel with the grey level of the mean.
+    # Contrast is the only operation that depends on the mean: it blends each pixel with the pivot.
     constant = np.zeros((*factors.shape, 3, 3))
-    constant[:, :, 1] = (1 - contrast) * _TO_GRAY
+    constant[:, :, 1] = (1 - contrast) * pivot
     return np.stack(scale, axis=2), constant
 
 

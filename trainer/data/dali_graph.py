@@ -24,6 +24,7 @@ from trainer.config.schema import ViewsConfig
 from trainer.data.color import color_matrices
 from trainer.data.plan import Plan, crop_windows
 
+_NO_LEVEL = 256  # no value of a pixel reaches it
 Arrays = list[Any]  # one batched array, or list of encoded images, for each input of the graph
 Source = Callable[[], Arrays]
 
@@ -52,6 +53,16 @@ def has_color(recipe: ViewsConfig) -> bool:
     return jitter or recipe.gray_probability > 0
 
 
+def has_blur(recipe: ViewsConfig) -> bool:
+    """Return whether the recipe blurs any view."""
+    return np.max(recipe.blur_probability) > 0
+
+
+def has_solarisation(recipe: ViewsConfig) -> bool:
+    """Return whether the recipe solarises any view."""
+    return np.max(recipe.solarize_probability) > 0
+
+
 def view_arrays(
     plan: Plan,
     recipe: ViewsConfig,
@@ -60,8 +71,9 @@ def view_arrays(
 ) -> list[NDArray]:
     """Return the graph's inputs after the encoded images, in its order.
 
-    For each view these are ROI start (N, 2), ROI end (N, 2), colour matrices A and C (N, 3, 3), blur sigma (N,) and number of
-    blur taps (N,). A recipe without colour or blur has no inputs for it. heights, widths: (N,) pixels of the images.
+    For each view these are ROI start (N, 2), ROI end (N, 2), colour matrices A and C (N, 3, 3), blur sigma (N,), number of
+    blur taps (N,), and the first level that is inverted (N,). A recipe without colour, blur or solarisation has no inputs for
+    it. heights, widths: (N,) pixels of the images.
     """
     windows = crop_windows(plan, recipe, heights, widths)
     top, left, height, width = np.moveaxis(windows, -1, 0)
@@ -73,8 +85,8 @@ def view_arrays(
     end = np.stack([top + height, x[..., 1]], axis=-1)
     fields: list[NDArray] = [start.astype(np.float32), end.astype(np.float32)]
     if has_color(recipe):
-        fields += color_matrices(plan)
-    if recipe.blur_probability > 0:
+        fields += color_matrices(plan, recipe)
+    if has_blur(recipe):
         # 0.3 % of a Gaussian lies beyond 3 sigma: dropping it changes a photograph's pixel by 0.25 levels at most, 0.0015 on
         # average, and each tap costs 4 % of the time of a blurred view. A view without blur has sigma 0 and gets 1 tap.
         taps_within_3_sigma = 2 * np.ceil(3 * plan.blur_sigma) + 1
@@ -82,6 +94,8 @@ def view_arrays(
         # DALI accepts no sigma of 0.
         sigma = np.maximum(plan.blur_sigma, 0.01)
         fields += [sigma.astype(np.float32), taps.astype(np.int32)]
+    if has_solarisation(recipe):
+        fields.append(np.where(plan.solarize, 128, _NO_LEVEL).astype(np.int32))
     # The fields are (N, d, ...); the graph takes all fields of view 0, then those of view 1, ...
     return [np.ascontiguousarray(f[:, view]) for view in range(recipe.num_views) for f in fields]
 
@@ -112,6 +126,7 @@ def eval_recipe(recipe: ViewsConfig) -> ViewsConfig:
         color_probability=0.0,
         gray_probability=0.0,
         blur_probability=0.0,
+        solarize_probability=0.0,
     )
 
 
@@ -131,9 +146,10 @@ def view_pipeline(
     from nvidia.dali import fn, pipeline_def
 
     color = has_color(recipe)
-    blur = recipe.blur_probability > 0
-    # ROI start and end; A and C; sigma and taps.
-    inputs_per_view = 2 + 2 * color + 2 * blur
+    blur = has_blur(recipe)
+    solarise = has_solarisation(recipe)
+    # ROI start and end; A and C; sigma and taps; level.
+    inputs_per_view = 2 + 2 * color + 2 * blur + solarise
     use_image_mean = color and recipe.order == "color_first"
 
     # stream_policy keeps DALI's default. A GPU's JPEG engine does not follow the order of a stream: with StreamPolicy.SINGLE
@@ -156,11 +172,13 @@ def view_pipeline(
             first_input = view * inputs_per_view
             start, end, *rest = arrays[first_input : first_input + inputs_per_view]
             v = _resize(image, start, end, recipe)
-            # A and C follow start and end; sigma and taps come last.
+            # A and C follow start and end, then come sigma and taps, and the level.
             if color:
                 v = _affine(v, rest[0], rest[1], image_mean, place)
             if blur:
-                v = _blur(v, rest[-2], rest[-1], place)
+                v = _blur(v, rest[2 * color], rest[2 * color + 1], place)
+            if solarise:
+                v = _solarise(v, rest[-1], place)
             views.append(v)
         return tuple(views)
 
@@ -269,3 +287,20 @@ def _blur(view: Any, sigma: Any, taps: Any, place: Placement) -> Any:
             view = fn.gaussian_blur(view, sigma=sigma, window_size=taps)
         return view
     return fn.gaussian_blur(view, sigma=sigma, window_size=taps)
+
+
+def _solarise(view: Any, level: Any, place: Placement) -> Any:
+    """Invert the values of a view from `level` on. On a CPU only the views that are solarised pass through this."""
+    if place.device_id is None:
+        if level < _NO_LEVEL:
+            view = _inverted_from(view, level)
+        return view
+    return _inverted_from(view, level)
+
+
+def _inverted_from(view: Any, level: Any) -> Any:
+    from nvidia.dali import fn, types
+
+    # 255 - x is x with all bits inverted.
+    mask = fn.cast((view >= level) * 255, dtype=types.UINT8)
+    return view ^ mask

@@ -24,7 +24,7 @@ _ORDER = 0
 _VIEWS = 1
 _SLICES = 2
 _TRIES = 10  # tries to place a crop, as in torchvision's RandomResizedCrop
-# Words of a view: area and ratio of each try, top, left, flip, jitter, 4 factors, 4 order keys, grey, blur, sigma, 1 unused.
+# Words of a view: area and ratio of each try, top, left, flip, jitter, 4 factors, 4 order keys, grey, blur, sigma, solarise.
 _WORDS = 36
 _BLOCK = 4  # words that one value of the Philox counter gives
 
@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     factor_order: NDArray[np.int64]  # (N, d, 4) the order in which they apply
     gray: NDArray[np.bool_]  # (N, d)
     blur_sigma: NDArray[np.float64]  # (N, d) pixels; 0: no blur
+    solarize: NDArray[np.bool_]  # (N, d)
 
 
 class Planner:
@@ -131,6 +132,7 @@ def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: ImageRange) -> t
     gray = u[..., 32]
     blur = u[..., 33]
     blur_scale = u[..., 34]
+    solarize = u[..., 35]
 
     # Factors of brightness, contrast and saturation lie around 1 but not below 0, the shift of the hue lies around 0.
     strength = np.array([recipe.brightness, recipe.contrast, recipe.saturation])
@@ -147,8 +149,15 @@ def draw_views(recipe: ViewsConfig, seed: int, step: int, rows: ImageRange) -> t
         low + (high - low) * factors,
         np.argsort(order_keys, axis=-1, kind="stable"),
         gray < recipe.gray_probability,
-        np.where(blur < recipe.blur_probability, sigma, 0.0),
+        np.where(blur < _of_views(recipe.blur_probability, d), sigma, 0.0),
+        solarize < _of_views(recipe.solarize_probability, d),
     )
+
+
+def _of_views(probability: float | tuple[float, ...], num_views: int) -> NDArray[np.float64]:
+    """Return the probability of each view, (d,). An evaluation draws fewer views than the recipe, the first of them."""
+    given = probability[:num_views] if isinstance(probability, tuple) else probability
+    return np.broadcast_to(given, num_views)
 
 
 def crop_windows(

@@ -95,6 +95,7 @@ def augmented_batches(split: Split, training: Training, crop_area: tuple[float, 
         color_probability=0.0,
         gray_probability=0.0,
         blur_probability=0.0,
+        solarize_probability=0.0,
     )
     ids = split.labelled
     planner = _planner(recipe, len(ids), training, place)

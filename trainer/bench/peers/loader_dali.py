@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
@@ -114,7 +115,7 @@ def _color(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
 
 
 def _blur(view: Any, recipe: ViewsConfig, seeds: Seeds) -> Any:
-    drawn = fn.random.coin_flip(probability=recipe.blur_probability, dtype=types.BOOL, seed=next(seeds))
+    drawn = fn.random.coin_flip(probability=float(np.mean(recipe.blur_probability)), dtype=types.BOOL, seed=next(seeds))
     sigma = fn.random.uniform(range=list(recipe.blur_sigma), seed=next(seeds))
     # DALI runs this branch only for the views that draw a blur.
     if drawn:

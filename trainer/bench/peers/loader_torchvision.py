@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
@@ -33,7 +34,7 @@ class TorchvisionViews(Dataset):
                 v2.RandomHorizontalFlip(recipe.flip_probability),
                 v2.RandomApply([jitter], recipe.color_probability),
                 v2.RandomGrayscale(recipe.gray_probability),
-                v2.RandomApply([blur], recipe.blur_probability),
+                v2.RandomApply([blur], float(np.mean(recipe.blur_probability))),  # the mean over the views
                 v2.PILToTensor(),
             ]
         )
