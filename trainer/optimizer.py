@@ -1,8 +1,8 @@
-"""Adam (torch's) and LARS. Both can skip an update because of a value on the device, without waiting for it."""
+"""Adam, AdamW and SGD (torch's), LARS and LARC. All can skip an update because of a value on the device, without waiting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from trainer.config.schema import OptimizerConfig
 from trainer.errors import InputError
+
+_LARC_EPS = 1e-8  # apex's default, which SwAV keeps
 
 
 def check_device(config: OptimizerConfig, device: torch.device) -> None:
@@ -22,15 +24,42 @@ def check_device(config: OptimizerConfig, device: torch.device) -> None:
         raise InputError(f"optimizer.backend {config.backend} {reason}: set optimizer.backend to auto or torch")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Build the optimizer of all parameters of `model` that need a gradient. `update` sets the learning rate in each step."""
-    if config.name == "lars":
-        groups = parameter_groups(model, config.weight_decay)
-        return Lars(groups, config.momentum, config.trust_coefficient, by_triton=config.backend == "triton")
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    device: torch.device,
+    constant_rate: Sequence[nn.Parameter] = (),
+    peak: float | None = None,
+) -> torch.optim.Optimizer:
+    """Build the optimizer of all parameters of `model` that need a gradient. `update` sets the learning rate in each step.
+
+    constant_rate: parameters whose learning rate is `peak` (`schedule.peak_learning_rate`) in every step."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.Adam(
-        trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=device.type == "cuda"
-    )
+    groups = [{"params": trained, "weight_decay": config.weight_decay, "adapt": True}]
+    if config.name in ("lars", "adamw"):
+        groups = parameter_groups(model, config.weight_decay)
+    if constant_rate:
+        groups = _with_constant_rate(groups, constant_rate, peak)
+    if config.name in ("lars", "larc"):
+        return Lars(
+            groups,
+            config.momentum,
+            config.trust_coefficient,
+            rate_in_momentum=config.name == "lars" and config.rate_in_momentum,
+            larc=config.name == "larc",
+            by_triton=config.backend == "triton",
+        )
+    fused = device.type == "cuda"
+    if config.name == "adam":
+        return torch.optim.Adam(groups, lr=config.learning_rate, fused=fused)
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.learning_rate, fused=fused)
+    sgd = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
+    if config.momentum:
+        # If its first update is skipped, the fused kernel would keep the buffers that it has allocated but not filled.
+        for p in trained:
+            sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return sgd
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -42,10 +71,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
+def _with_constant_rate(
+    groups: list[dict[str, Any]], constant_rate: Sequence[nn.Parameter], peak: float | None
+) -> list[dict[str, Any]]:
+    """Move the parameters with a constant learning rate to groups of their own, after the others."""
+    if peak is None:
+        raise ValueError("parameters with a constant learning rate need its value: pass peak to build_optimizer")
+    constant = set(constant_rate)
+    changing = [{**group, "params": [p for p in group["params"] if p not in constant]} for group in groups]
+    fixed = [
+        {**group, "params": [p for p in group["params"] if p in constant], "constant_rate": peak} for group in groups
+    ]
+    return changing + fixed
+
+
 def update(optimizer: torch.optim.Optimizer, learning_rate: float, skip: Tensor) -> None:
     """Apply the gradients. If `skip` (0-d bool, on the device) is true, weights and moments stay as they are."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = group.get("constant_rate", learning_rate)
     if skip.device.type == "cpu":
         if not skip:
             optimizer.step()
@@ -56,16 +99,30 @@ def update(optimizer: torch.optim.Optimizer, learning_rate: float, skip: Tensor)
 
 
 class Lars(torch.optim.Optimizer):
-    """Layer-wise adaptive learning rates as in SimCLR, with the learning rate inside the momentum buffer.
+    """Layer-wise adaptive learning rates: LARS, and LARC.
 
-    g += wd w;  trust = eta |w| / |g| (1 if either is 0);  v = m v + lr trust g;  w -= v
+    LARS:  g += wd w;  trust = eta |w| / |g| (1 if either is 0)
+    LARC:  trust = eta |w| / (|g| + wd |w| + 1e-8);  g += wd w  (if either norm is 0, trust is 1 and there is no decay)
+    Learning rate in the momentum buffer (SimCLR):  v = m v + lr trust g;  w -= v
+    Learning rate outside of it (BYOL, SwAV):       v = m v + trust g;     w -= lr v
+
+    LARC is that of apex with clip=False, which SwAV uses. Groups need "params", "weight_decay" and "adapt"; without "adapt",
+    trust is 1.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], momentum: float, trust_coefficient: float, *, by_triton: bool = False
+        self,
+        groups: Iterable[dict[str, Any]],
+        momentum: float,
+        trust_coefficient: float,
+        *,
+        rate_in_momentum: bool = True,
+        larc: bool = False,
+        by_triton: bool = False,
     ) -> None:
-        """by_triton: update with the CUDA kernels of `kernels.lars_triton`."""
-        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "trust_coefficient": trust_coefficient})
+        """by_triton: update with the CUDA kernels of `kernels.lars_triton`, which only know LARS with rate_in_momentum."""
+        options = {"momentum": momentum, "trust_coefficient": trust_coefficient}
+        super().__init__(groups, {"lr": 0.0, **options, "rate_in_momentum": rate_in_momentum, "larc": larc})
         self._kernels: list[Any] = []  # one for each group
         if by_triton:
             from kernels.lars_triton import GroupUpdate  # loads triton, which machines without a GPU may lack
@@ -80,12 +137,13 @@ class Lars(torch.optim.Optimizer):
         are then updated together, without waiting for the device."""
         found_inf = getattr(self, "found_inf", None)
         for number, group in enumerate(self.param_groups):
+            # A parameter without a gradient gets a buffer as well, because a resumed run expects one for each parameter.
+            for p in group["params"]:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             weights = [p for p in group["params"] if p.grad is not None]
             if not weights:
                 continue
-            for p in weights:
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             buffers = [self.state[p]["momentum_buffer"] for p in weights]
             gradients = [p.grad for p in weights if p.grad is not None]
             if self._kernels:
@@ -109,14 +167,24 @@ class Lars(torch.optim.Optimizer):
 def _update_one(w: Tensor, g: Tensor, v: Tensor, group: dict[str, Any]) -> None:
     """Update one tensor, on a CPU. Each pass then finds in the cache what the pass before it read: a ResNet-50 takes 58 ms,
     against 73 ms if each pass covers all tensors."""
-    rate = group["lr"]
-    if group["weight_decay"]:
-        g.add_(w, alpha=group["weight_decay"])
+    decay = group["weight_decay"]
+    rate_inside, rate_outside = _rates(group)
+    if decay and not group["larc"]:
+        g.add_(w, alpha=decay)
     if group["adapt"]:
         norm_w, norm_g = w.norm().item(), g.norm().item()
         if norm_w > 0 and norm_g > 0:
-            rate *= group["trust_coefficient"] * norm_w / norm_g
-    w.sub_(v.mul_(group["momentum"]).add_(g, alpha=rate))
+            denominator = norm_g
+            if group["larc"]:
+                g.add_(w, alpha=decay)
+                denominator += decay * norm_w + _LARC_EPS
+            rate_inside *= group["trust_coefficient"] * norm_w / denominator
+    w.sub_(v.mul_(group["momentum"]).add_(g, alpha=rate_inside), alpha=rate_outside)
+
+
+def _rates(group: dict[str, Any]) -> tuple[float, float]:
+    """Return the factors of the gradient in the momentum buffer, and of the buffer in the update of the weights."""
+    return (group["lr"], 1.0) if group["rate_in_momentum"] else (1.0, group["lr"])
 
 
 def _update_together(weights: Any, gradients: Any, buffers: Any, group: dict[str, Any], found_inf: Tensor) -> None:
@@ -124,17 +192,25 @@ def _update_together(weights: Any, gradients: Any, buffers: Any, group: dict[str
     keep = 1 - found_inf
     # NaN times 0 is NaN, so gradients are multiplied as integers, which clears every bit.
     torch._foreach_mul_([g.view(torch.int32) for g in gradients], keep.to(torch.int32))
-    if group["weight_decay"]:
-        torch._foreach_add_(gradients, weights, alpha=group["weight_decay"])
+    decay = group["weight_decay"]
+    if decay and not group["larc"]:
+        torch._foreach_add_(gradients, weights, alpha=decay)
     # If keep is 0, the gradient is 0, the buffer is multiplied by 1, and 0 times the buffer is subtracted.
-    rate = group["lr"] * keep
+    rate_inside, rate_outside = _rates(group)
+    rate = rate_inside * keep
     if group["adapt"]:
         norm_w, norm_g = (torch.stack(torch._foreach_norm(x)) for x in (weights, gradients))
-        trust = group["trust_coefficient"] * norm_w / norm_g
-        trust = torch.where((norm_w > 0) & (norm_g > 0), trust, 1.0) * rate
+        adapted = (norm_w > 0) & (norm_g > 0)
+        denominator = norm_g
+        if group["larc"]:
+            decays = decay * adapted.to(norm_w.dtype)
+            torch._foreach_add_(gradients, torch._foreach_mul(weights, list(decays.unbind())))
+            denominator = norm_g + decay * norm_w + _LARC_EPS
+        trust = group["trust_coefficient"] * norm_w / denominator
+        trust = torch.where(adapted, trust, 1.0) * rate
         torch._foreach_mul_(gradients, list(trust.unbind()))
     else:
         torch._foreach_mul_(gradients, rate)
     torch._foreach_mul_(buffers, 1 - (1 - group["momentum"]) * keep)
     torch._foreach_add_(buffers, gradients)
-    torch._foreach_add_(weights, torch._foreach_mul(buffers, -keep))
+    torch._foreach_add_(weights, torch._foreach_mul(buffers, -rate_outside * keep))

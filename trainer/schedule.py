@@ -11,7 +11,7 @@ from trainer.config.schema import Config
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then half a cosine to 0, or a constant that drops."""
+    """Linear warm-up, then half a cosine, or a constant that drops."""
 
     peak: float
     """Learning rate after the warm-up."""
@@ -21,19 +21,25 @@ class Schedule:
     """Steps from which the learning rate is multiplied once more by drop_factor. None: cosine."""
     drop_factor: float
     warmup_from: Literal["zero", "first_step"] = "zero"
+    start: float = 0.0
+    """Learning rate from which the warm-up starts."""
+    final: float = 0.0
+    """Learning rate at which the cosine ends."""
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the update in step `step`, counted from 0."""
         if step < self.warmup_steps:
-            # With "zero" the first update has the learning rate 0, with "first_step" the first share of the peak.
+            # With "zero" the first update has the learning rate `start`, with "first_step" the first share of the way.
             shares = step + 1 if self.warmup_from == "first_step" else step
-            return self.peak * shares / self.warmup_steps
+            return self.start * (1 - shares / self.warmup_steps) + self.peak * shares / self.warmup_steps
         if self.drop_steps is None:
             # Half a cosine, from the end of the warm-up to the end of the run.
             steps_after_warmup = max(self.total_steps - self.warmup_steps, 1)
             done = (step - self.warmup_steps) / steps_after_warmup
             angle = math.pi * min(done, 1.0)
-            return self.peak * 0.5 * (1 + math.cos(angle))
+            share = 0.5 * (1 + math.cos(angle))
+            # In this form both ends are exact.
+            return self.peak * share + self.final * (1 - share)
         num_drops = sum(step >= drop for drop in self.drop_steps)
         return self.peak * self.drop_factor**num_drops
 
@@ -97,11 +103,18 @@ def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
         drop_steps=drops if o.schedule == "drops" else None,
         drop_factor=o.drop_factor,
         warmup_from=o.warmup_from,
+        start=o.start_learning_rate * rate_factor(config),
+        final=o.final_learning_rate * rate_factor(config),
     )
 
 
 def peak_learning_rate(config: Config) -> float:
     """Return the learning rate after the warm-up, by optimizer.learning_rate_rule."""
-    if config.optimizer.learning_rate_rule == "sqrt":
-        return config.optimizer.learning_rate * math.sqrt(config.data.images_per_step)
-    return config.optimizer.learning_rate
+    return config.optimizer.learning_rate * rate_factor(config)
+
+
+def rate_factor(config: Config) -> float:
+    """Return the factor by which optimizer.learning_rate_rule scales all learning rates."""
+    images = config.data.images_per_step
+    factors = {"fixed": 1.0, "sqrt": math.sqrt(images), "linear": images / 256}
+    return factors[config.optimizer.learning_rate_rule]

@@ -41,7 +41,7 @@ from trainer.models.networks import EncoderNetwork
 from trainer.models.online_probe import OnlineProbe
 from trainer.run.checkpoint import load_encoder
 from trainer.run.faults import FaultCounter
-from trainer.schedule import Schedule, build_schedule, size_steps
+from trainer.schedule import Schedule, build_schedule, peak_learning_rate, size_steps
 from trainer.step import TrainStep
 
 _log = logging.getLogger(__name__)
@@ -171,7 +171,13 @@ def build_step(
     )
     return TrainStep(
         method,
-        optimizer.build_optimizer(method.networks, config.optimizer, device),
+        optimizer.build_optimizer(
+            method.networks,
+            config.optimizer,
+            device,
+            constant_rate=method.constant_rate,
+            peak=peak_learning_rate(config),
+        ),
         num_views=config.views.num_views,
         images=images,
         ranks=ranks,

@@ -71,13 +71,26 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     assert "optimizer.backend is triton with optimizer.name adam" in problems(
         "optimizer: {name: adam, backend: triton}", tmp_path
     )
+    assert "optimizer.backend is triton with optimizer.name lars and rate_in_momentum false" in problems(
+        "optimizer: {name: lars, rate_in_momentum: false, backend: triton}", tmp_path
+    )
+    for name in ("adam", "sgd", "adamw", "larc"):
+        assert f"optimizer.rate_in_momentum is false with optimizer.name {name}: only lars reads it" in problems(
+            f"optimizer: {{name: {name}, rate_in_momentum: false}}", tmp_path
+        )
+    assert "optimizer.start_learning_rate is 0.3 without a warm-up" in problems(
+        "optimizer: {start_learning_rate: 0.3}", tmp_path
+    )
+    assert "optimizer.final_learning_rate is 0.1 with optimizer.schedule drops" in problems(
+        "optimizer: {final_learning_rate: 0.1, schedule: drops}", tmp_path
+    )
     late = "views: {early_sizes: [96], early_size_epochs: [9]}\noptimizer: {epochs: 9}"
     assert "early_size_epochs is [9]: set the last one below optimizer.epochs 9" in problems(late, tmp_path)
 
 
 def test_all_problems_are_reported_with_the_nearest_keys(tmp_path: Path) -> None:
     message = problems(
-        "sed: 1\noptimizer: {epoch: 3, name: sgd}\ndata: 7\nviews: {size: abc}",
+        "sed: 1\noptimizer: {epoch: 3, name: rmsprop}\ndata: 7\nviews: {size: abc}",
         tmp_path,
         "--loss.slise_size",
         "4",
@@ -86,7 +99,7 @@ def test_all_problems_are_reported_with_the_nearest_keys(tmp_path: Path) -> None
     for part in (
         "unknown setting sed: did you mean seed?",
         "unknown setting optimizer.epoch: did you mean optimizer.epochs?",
-        "optimizer.name is 'sgd': give one of 'adam', 'lars'",
+        "optimizer.name is 'rmsprop': give one of 'adam', 'lars', 'sgd', 'adamw', 'larc'",
         "data is a section",
         "views.size is 'abc': give a value of type int",
         "unknown setting loss.slise_size: did you mean wmse.slice_size?",

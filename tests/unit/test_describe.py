@@ -29,6 +29,21 @@ def test_the_plan_of_a_run_is_described(tiny_config: Path) -> None:
     assert "compute the loss together" not in "\n".join(plan_lines(config, 50, 1))
 
 
+def test_the_plan_names_the_rates_of_the_schedule_and_their_rule(tiny_config: Path) -> None:
+    settings = ["--optimizer.start_learning_rate", "0.5", "--optimizer.final_learning_rate", "0.25"]
+    rule = [
+        "--optimizer.learning_rate",
+        "2",
+        "--optimizer.learning_rate_rule",
+        "linear",
+        "--data.images_per_step",
+        "64",
+    ]
+    text = "\n".join(plan_lines(load_config(tiny_config, [*settings, *rule]), 640, 1))
+    assert "warm-up 2 steps from 0.125, then half a cosine to 0.0625" in text
+    assert "learning rate: peak 0.5 = 2 x 64 / 256, adam" in text
+
+
 def test_micro_batches_and_early_sizes_are_described(tiny_config: Path) -> None:
     settings = ["--data.images_per_step", "64", "--optimizer.accumulation_steps", "2", "--views.early_sizes", "[16,24]",
                 "--views.early_size_epochs", "[1,2]"]  # fmt: skip

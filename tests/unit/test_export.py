@@ -20,8 +20,9 @@ from trainer.cli import main
 from trainer.config.changes import plain_settings
 from trainer.config.schema import Config, ModelConfig, ViewsConfig
 from trainer.errors import InputError
-from trainer.export import Preprocess, features, load_encoder, plot_map
-from trainer.export.folder import crop_share
+from trainer.export import Encoder, Preprocess, features, load_encoder, plot_map
+from trainer.export.folder import crop_share, export
+from trainer.models.encoder import build_encoder
 from trainer.models.networks import EncoderNetwork
 from trainer.run.checkpoint import save_checkpoint
 
@@ -93,6 +94,17 @@ def test_an_encoder_is_the_same_from_a_run_a_checkpoint_and_an_export(run: tuple
     text = (tmp_path / "out" / "config.json").read_text()
     assert json.loads(text)["wmse"]["provenance"]["step"] == 7
     assert "/secret/place" not in text
+
+
+def test_a_vision_transformer_is_exported_at_the_size_of_its_views(tmp_path: Path) -> None:
+    """Its weights include the position embeddings of that size, 48 px."""
+    model = ModelConfig(backbone="test_vit")
+    views = ViewsConfig(size=48, eval_resize=56)
+    preprocess = Preprocess(48, 56, "bicubic", MEAN, STD)
+    encoder = Encoder(build_encoder(model, views), preprocess, "a ViT", model=model).freeze()
+    wanted = encoder(photos(48))
+    assert "model.safetensors" in export(encoder, tmp_path / "out", "timm")  # loads it by timm, and compares
+    assert_same(load_encoder(tmp_path / "out")(photos(48)), wanted)
 
 
 def test_timm_loads_an_export_with_its_preprocessing(run: tuple[Path, Tensor], tmp_path: Path):

@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
 
 
-@pytest.mark.parametrize(("name", "copies"), [("adam", 4), ("lars", 3)])
+@pytest.mark.parametrize(("name", "copies"), [("adam", 4), ("adamw", 4), ("lars", 3), ("sgd", 3)])
 def test_the_memory_of_weights_gradients_and_moments_is_exact(name: str, copies: int, tiny_config: Path) -> None:
     """Weights, gradients and one or two moments have 4 bytes each. Activations grow with the area of the views."""
     config = load_config(tiny_config, ["--optimizer.name", name])

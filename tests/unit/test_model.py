@@ -63,6 +63,22 @@ def test_pooling_gives_one_row_of_features_for_each_image(backbone: str) -> None
     assert encoder(torch.zeros(2, 3, 32, 32)).shape == (2, count_features(encoder))
 
 
+def test_a_vision_transformer_is_built_for_the_size_of_the_views() -> None:
+    """Its features are timm's: the class token. Every other size is refused, since its position embeddings do not fit."""
+    model = ModelConfig(backbone="vit_tiny_patch16_224", encoder_batch_norm="per_view")
+    encoder = build_encoder(model, ViewsConfig(size=48))
+    features = encoder(torch.zeros(2, 3, 48, 48))
+    assert features.shape == (2, count_features(encoder))
+    assert torch.equal(features, encoder.fc_norm(encoder.forward_features(torch.zeros(2, 3, 48, 48))[:, 0]))
+    features.square().sum().backward()
+    assert all(p.grad is not None for p in encoder.parameters())
+    with pytest.raises(
+        InputError, match=r"views\.early_sizes is \[32\], but vit_tiny_patch16_224 only takes images of one size"
+    ):
+        build_encoder(model, ViewsConfig(size=48, early_sizes=(32,), early_size_epochs=(1,)))
+    build_encoder(TINY, ViewsConfig(early_sizes=(32,), early_size_epochs=(1,)))  # a ResNet takes any size
+
+
 @pytest.mark.parametrize(("over", "group"), [("local", None), ("all", "everyone")])
 def test_batch_norm_uses_the_group_only_with_statistics_over_all_ranks(over: str, group: str | None) -> None:
     config = replace(TINY, batch_norm_ranks=over, encoder_batch_norm="per_view", projector_batch_norm="per_view")

@@ -52,6 +52,8 @@ STL = {
     "model.embedding_size": 128,
     "wmse.slice_size": 256,
 }
+IN100 = {**SMALL, **STRONG, "model.stem": "imagenet", "model.embedding_size": 128, "wmse.slice_size": 256,
+         "wmse.iterations": 1, **scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # fmt: skip
 IMAGENET = {**STRONG, "views.order": "crop_first", "model.backbone": "resnet50",
             "model.stem": "imagenet", "model.zero_init_last": True,
             "model.projector": "simclr", "model.projector_hidden": (2048, 2048), "model.embedding_size": 128,
@@ -65,11 +67,14 @@ RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak learning ra
     "cifar100_rn18": (3e-3, {**CIFAR, **scale((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}),
     "stl10_rn18": (2e-3, {**STL, "optimizer.epochs": 2000, **scale((0.43, 0.42, 0.39), (0.27, 0.26, 0.27))}),
     "tiny_imagenet_rn18": (2e-3, {**STL, "optimizer.epochs": 1000, **scale((0.480, 0.448, 0.398), (0.277, 0.269, 0.282))}),
-    "imagenet100_rn18": (2e-3, {**SMALL, **STRONG, "model.stem": "imagenet", "model.embedding_size": 128,
-                                "wmse.slice_size": 256, "wmse.iterations": 1, "optimizer.epochs": 240,
-                                "data.expected_images": 126689,
-                                **scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}),
+    "imagenet100_rn18": (2e-3, {**IN100, "optimizer.epochs": 240, "data.expected_images": 126689}),
     "imagenet_rn50": (6.4, IMAGENET),
+    "imagenette_rn18": (2e-3, {**IN100, "optimizer.epochs": 800, "data.expected_images": 9469}),
+    "imagenette_vits16": (5e-4, {
+        **{key: value for key, value in IN100.items() if key.startswith(("views.", "wmse.")) or "projector" in key},
+        "model.backbone": "vit_small_patch16_224", "model.embedding_size": 128, "data.expected_images": 9469,
+        "optimizer.name": "adamw", "optimizer.weight_decay": 0.1, "optimizer.warmup_epochs": 40,
+        "optimizer.schedule": "cosine", "optimizer.final_learning_rate": 0.0, "optimizer.epochs": 800}),
 }  # fmt: skip
 
 
@@ -78,7 +83,8 @@ def load(path: Path) -> Config:
 
 
 def test_each_row_of_the_table_has_one_config() -> None:
-    names = {f"{key}_wmse{d}" for key in RECIPES for d in (2, 4)} - {"imagenet_rn50_wmse2"}
+    names = {f"{key}_wmse4" for key in RECIPES}
+    names |= {f"{key}_wmse2" for key in RECIPES if not key.startswith(("imagenet_", "imagenette_"))}
     names |= {f"{key}_rn18_simclr" for key in ("cifar10", "cifar100", "stl10", "tiny_imagenet")}
     found = [path.stem for path in CONFIGS if not path.stem.startswith("demo_")]
     assert {name.rsplit("_", 1)[0] for name in found} == names
@@ -120,7 +126,8 @@ def test_a_config_gives_a_plan_and_a_model(path: Path) -> None:
     config = load(path)
     assert plan_lines(config, max(config.data.expected_images, 10_000), 1)
     model = build_networks(EncoderProjector, MethodContext(config, Ranks(), torch.device("cpu")))
-    size = config.views.size if config.views.size < 100 else 64
+    is_vit = config.model.backbone.startswith("vit_")  # which takes no images of another size
+    size = config.views.size if config.views.size < 100 or is_vit else 64
     pixels = torch.randint(0, 255, (2 * config.views.num_views, 3, size, size), dtype=torch.uint8)
     assert model(pixels).shape == (2 * config.views.num_views, config.model.embedding_size)
     if config.model.stem != "imagenet":
@@ -132,7 +139,10 @@ def test_a_config_gives_a_plan_and_a_model(path: Path) -> None:
         (model.projector, config.model.projector_batch_norm),
     ):
         views = config.views.num_views if form == "per_view" else 1
-        assert {getattr(m, "num_views", 1) for m in part.modules() if hasattr(m, "running_mean")} == {views}
+        found = {getattr(m, "num_views", 1) for m in part.modules() if hasattr(m, "running_mean")}
+        assert found == (set() if is_vit and part is model.encoder else {views})
+    if is_vit:
+        return
     last = model.encoder.layer4[-1]
     gamma = (last.bn3 if hasattr(last, "bn3") else last.bn2).weight
     assert bool((gamma == 0).all()) == config.model.zero_init_last

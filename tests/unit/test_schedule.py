@@ -37,6 +37,41 @@ def test_the_cosine_falls_from_the_peak_to_zero() -> None:
     assert 0 < s.learning_rate(99) < 0.001
 
 
+def test_the_rates_of_swav_are_exact_at_both_ends() -> None:
+    """Warm-up from 0.3 to 4.8, and half a cosine to 0.0048."""
+    rates = {"learning_rate": 4.8, "start_learning_rate": 0.3, "final_learning_rate": 0.0048}
+    for start, last in (("zero", 0.3 + 4.5 * 99 / 100), ("first_step", 4.8)):
+        s = schedule(epochs=40, warmup_epochs=10.0, warmup_from=start, **rates)
+        assert s.learning_rate(0) == pytest.approx(0.3 if start == "zero" else 0.3 + 4.5 / 100, rel=1e-15)
+        assert s.learning_rate(50) == pytest.approx(0.3 + 4.5 * (0.5 if start == "zero" else 0.51), rel=1e-14)
+        assert s.learning_rate(99) == pytest.approx(last, rel=1e-15)
+        assert s.learning_rate(100) == 4.8
+        assert s.learning_rate(250) == pytest.approx((4.8 + 0.0048) / 2, rel=1e-14)
+        assert s.learning_rate(300) == pytest.approx(0.0048 + 4.7952 * 0.25, rel=1e-14)
+        assert s.learning_rate(400) == 0.0048
+    assert schedule(epochs=40, warmup_epochs=10.0, **rates).learning_rate(0) == 0.3
+
+
+def test_without_start_and_final_rates_the_schedule_is_the_former_one_bit_for_bit() -> None:
+    """The recipes must not change by a rounding error."""
+    for start in ("zero", "first_step"):
+        s = schedule(epochs=37, warmup_steps=61, learning_rate=2.4 / 7, warmup_from=start)
+        for step in range(s.total_steps + 1):
+            if step < 61:
+                expected = s.peak * (step + (start == "first_step")) / 61
+            else:
+                expected = s.peak * 0.5 * (1 + math.cos(math.pi * min((step - 61) / (s.total_steps - 61), 1.0)))
+            assert s.learning_rate(step) == expected
+
+
+def test_the_linear_rule_scales_all_rates_by_the_batch_size() -> None:
+    c = Config()
+    o = replace(c.optimizer, learning_rate=0.05, learning_rate_rule="linear", start_learning_rate=0.01, warmup_steps=2)
+    c = replace(c, data=replace(c.data, images_per_step=512), optimizer=replace(o, final_learning_rate=0.002))
+    s = build_schedule(c, 10)
+    assert (s.start, s.peak, s.final) == (0.02, 0.1, 0.004)
+
+
 def test_the_learning_rate_drops_at_epochs_before_the_end() -> None:
     s = schedule(epochs=100, schedule="drops", warmup_steps=3)
     assert s.total_steps == 1000

@@ -226,3 +226,16 @@ def test_settings_that_do_not_fit_are_refused(section: str, changes: dict, messa
     config = config_of("align_uniform" if section == "align_uniform" else "moco")
     config = replace(config, optimizer=OptimizerConfig(), **{section: replace(getattr(config, section), **changes)})
     assert any(message in problem for problem in check(config))
+
+
+def test_the_predictor_of_simsiam_keeps_the_peak_learning_rate() -> None:
+    config = replace(
+        config_of("simsiam"), optimizer=OptimizerConfig(name="sgd", learning_rate=0.3, learning_rate_rule="sqrt")
+    )
+    for constant in (True, False):
+        settings = replace(config.simsiam, constant_predictor_rate=constant)
+        step = step_of(replace(config, simsiam=settings))
+        step(pixels(0), 0, 0.1)
+        predictor = {id(p) for p in step.method.networks.predictor.parameters()}
+        rates = {id(p) in predictor: group["lr"] for group in step.optimizer.param_groups for p in group["params"]}
+        assert rates == {True: pytest.approx(0.3 * 4 if constant else 0.1), False: 0.1}

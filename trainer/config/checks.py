@@ -190,9 +190,24 @@ def _optimizer(o: OptimizerConfig) -> list[str]:
         problems.append(
             f"optimizer.warmup_epochs is {o.warmup_epochs:g}: set it to at most optimizer.epochs {o.epochs}"
         )
-    if o.backend == "triton" and o.name != "lars":
+    if o.name != "lars" and not o.rate_in_momentum:
         problems.append(
-            f"optimizer.backend is triton with optimizer.name {o.name}: its kernels only compute lars, set the backend to auto"
+            f"optimizer.rate_in_momentum is false with optimizer.name {o.name}: only lars reads it, remove it"
+        )
+    if o.backend == "triton" and not (o.name == "lars" and o.rate_in_momentum):
+        problems.append(
+            f"optimizer.backend is triton with optimizer.name {o.name} and rate_in_momentum {str(o.rate_in_momentum).lower()}: "
+            "its kernels only compute lars with rate_in_momentum true, set the backend to auto"
+        )
+    if o.start_learning_rate and not (o.warmup_epochs or o.warmup_steps):
+        problems.append(
+            f"optimizer.start_learning_rate is {o.start_learning_rate:g} without a warm-up, which alone reads it: set "
+            "optimizer.warmup_epochs or optimizer.warmup_steps, or remove it"
+        )
+    if o.final_learning_rate and o.schedule != "cosine":
+        problems.append(
+            f"optimizer.final_learning_rate is {o.final_learning_rate:g} with optimizer.schedule {o.schedule}: only the "
+            "cosine reads it, remove it"
         )
     # Drops are counted back from the end, so their numbers decrease in the order of time.
     drops = list(o.drop_epochs_before_end)

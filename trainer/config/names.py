@@ -12,6 +12,8 @@ KEYS = tuple(flatten(Config()))
 # Names of our settings in other programs of this field.
 _ELSEWHERE = {
     "optimizer.learning_rate": "lr base_lr max_lr learning_rate",
+    "optimizer.start_learning_rate": "start_warmup warmup_lr warmup_start_lr",
+    "optimizer.final_learning_rate": "final_lr min_lr lr_min eta_min",
     "data.images_per_step": "batch_size bs batchsize global_batch_size train_batch_size effective_batch_size",
     "optimizer.weight_decay": "wd weight_decay",
     "optimizer.name": "optimizer opt optim",

@@ -182,18 +182,29 @@ class OptimizerConfig:
     images_per_micro_batch: int = setting(0, between=(0, None))
     """Largest number of images in a micro-batch. The number of micro-batches then follows from the number of ranks, so that
     a run fits into memory on any number of nodes. 0: accumulation_steps sets the number of micro-batches."""
-    name: Literal["adam", "lars"] = "lars"
-    """adam: Adam with coupled L2 weight decay. lars: LARS as in SimCLR, with the learning rate inside the momentum buffer."""
+    name: Literal["adam", "lars", "sgd", "adamw", "larc"] = "lars"
+    """adam: Adam with coupled L2 weight decay. lars: LARS as in SimCLR. sgd: SGD with momentum and coupled weight decay
+    (SimSiam, MoCo). adamw: Adam with decoupled weight decay (vision transformers). larc: LARC of apex without clipping (SwAV),
+    with the learning rate outside the momentum buffer."""
     learning_rate: float = setting(0.1, between=(0, None))
     """Peak learning rate, before learning_rate_rule scales it."""
-    learning_rate_rule: Literal["fixed", "sqrt"] = "sqrt"
-    """fixed: do not scale learning_rate. sqrt: multiply it by the square root of data.images_per_step (SimCLR)."""
+    start_learning_rate: float = setting(0.0, between=(0, None))
+    """Learning rate from which the warm-up starts, before learning_rate_rule scales it."""
+    final_learning_rate: float = setting(0.0, between=(0, None))
+    """Learning rate at which the cosine ends, before learning_rate_rule scales it (schedule: cosine)."""
+    learning_rate_rule: Literal["fixed", "sqrt", "linear"] = "sqrt"
+    """fixed: do not scale the learning rates. sqrt: multiply them by the square root of data.images_per_step (SimCLR).
+    linear: multiply them by data.images_per_step / 256 (BYOL, SimSiam, MoCo)."""
     weight_decay: float = setting(1e-4, between=(0, None))
-    """L2 weight decay. LARS does not apply it to BatchNorm parameters and biases."""
+    """Weight decay. lars and adamw do not apply it to biases and to parameters of normalisation layers; the others apply it
+    to all parameters."""
     momentum: float = setting(0.9, between=(0, 1))
-    """Momentum of LARS."""
+    """Momentum of lars, larc and sgd."""
     trust_coefficient: float = setting(1e-3, between=(0, None))
-    """Trust coefficient (eta) of LARS."""
+    """Trust coefficient (eta) of lars and larc."""
+    rate_in_momentum: bool = True
+    """Where lars applies the learning rate. true: to what enters the momentum buffer (SimCLR). false: to the buffer, when
+    the weights are updated (BYOL). They differ when the learning rate changes."""
     backend: Literal["auto", "torch", "triton"] = setting("auto", shapes_result=False)
     """How LARS updates on a GPU: with torch's operations, or with two Triton kernels that pass over memory 7 times instead
     of 19. auto: torch, until both have been measured on a GPU."""
@@ -204,11 +215,12 @@ class OptimizerConfig:
     warmup_steps: int = setting(0, between=(0, None))
     """Length of the linear warm-up in steps. Set this or warmup_epochs."""
     warmup_from: Literal["zero", "first_step"] = "zero"
-    """Learning rate of the first update. zero: 0, and the first update after the warm-up has the peak (SimCLR). first_step:
-    peak/warmup_steps, and the last update of the warm-up has the peak (the W-MSE authors' code)."""
+    """Learning rate of the first update. zero: start_learning_rate, and the first update after the warm-up has the peak
+    (SimCLR). first_step: one of warmup_steps equal steps above start_learning_rate, and the last update of the warm-up has
+    the peak (the W-MSE authors' code)."""
     schedule: Literal["cosine", "drops"] = "cosine"
-    """cosine: half a cosine from the peak to 0 after the warm-up. drops: constant, then multiplied by drop_factor at each
-    of drop_epochs_before_end."""
+    """cosine: half a cosine from the peak to final_learning_rate after the warm-up. drops: constant, then multiplied by
+    drop_factor at each of drop_epochs_before_end."""
     drop_epochs_before_end: tuple[int, ...] = (50, 25)
     """Number of epochs before the end at which the learning rate drops (schedule: drops)."""
     drop_factor: float = setting(0.2, between=(0, 1))

@@ -96,7 +96,7 @@ def _build(
     words = [f"--{key}={settings[key]}" for key in _SETTINGS if key in settings]
     try:
         config = load_config(None, words, check_method=False)
-        backbone = build_encoder(config.model)
+        backbone = build_encoder(config.model, config.views)
     except InputError as error:
         raise InputError(f"cannot build the encoder of {path}: {error}") from error
     views = config.views

@@ -40,10 +40,12 @@ class Normalize(nn.Module):
         return pixels.float() * self.factor + self.shift
 
 
-def build_encoder(config: ModelConfig) -> Any:
+def build_encoder(config: ModelConfig, views: ViewsConfig | None = None) -> Any:
     """Build the timm backbone with pooling and without classifier, (R, 3, S, S) -> (R, F), see `count_features`.
 
-    Raises InputError if timm does not know the name, or if the backbone does not support the stem.
+    views: give S, on which the weights of vision transformers depend; None: the size for which timm has the backbone.
+
+    Raises InputError if timm does not know the name, or if the backbone does not support the stem or several sizes.
     """
     known_models = timm.list_models()
     if config.backbone not in known_models:
@@ -59,6 +61,15 @@ def build_encoder(config: ModelConfig) -> Any:
         options["zero_init_last"] = config.zero_init_last
     else:
         _log.info("model.zero_init_last has no effect: %s is not a ResNet of timm", config.backbone)
+    # Vision transformers have an embedding of each position.
+    pretrained = timm.get_pretrained_cfg(config.backbone)
+    if views is not None and pretrained is not None and pretrained.fixed_input_size:
+        if views.early_sizes:
+            raise InputError(
+                f"views.early_sizes is {list(views.early_sizes)}, but {config.backbone} only takes images of one size: remove "
+                "views.early_sizes and views.early_size_epochs"
+            )
+        options["img_size"] = views.size
     encoder: Any = timm.create_model(config.backbone, pretrained=False, num_classes=0, **options)
     if config.stem != "imagenet":
         _replace_stem(encoder, config)

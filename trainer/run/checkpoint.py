@@ -313,7 +313,7 @@ def put_encoder(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     if different:
         raise InputError(
             f"the encoder in {path} does not fit this config: {len(different)} tensors differ, the first are "
-            f"{', '.join(different[:3])}; use the same model.backbone and model.stem"
+            f"{', '.join(different[:3])}; use the same model.backbone and model.stem, and for a vision transformer views.size"
         )
     # The names were compared above. A strict load would ask for the projector as well.
     model.load_state_dict(found, strict=False)

@@ -108,8 +108,8 @@ def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
     # Bytes of weights, gradients and moments, in float32.
     weights = sum(p.numel() for p in networks.parameters())
     trained = sum(p.numel() for p in networks.parameters() if p.requires_grad)
-    # LARS has a momentum buffer, Adam two moments.
-    moments = 1 if config.optimizer.name == "lars" else 2
+    # Adam and AdamW have two moments, the others a momentum buffer.
+    moments = 2 if config.optimizer.name in ("adam", "adamw") else 1
     num_floats = weights + trained * (1 + moments)
     state = 4 * num_floats
 

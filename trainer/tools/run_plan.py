@@ -43,7 +43,7 @@ def _schedule_lines(config: Config, steps_per_epoch: int) -> list[str]:
 
     # The course of the learning rate after the warm-up.
     if schedule.drop_steps is None:
-        course = "half a cosine to 0"
+        course = f"half a cosine to {schedule.final:g}"
     elif schedule.drop_steps:
         steps = ", ".join(map(str, schedule.drop_steps))
         course = f"multiplied by {schedule.drop_factor:g} at steps {steps}"
@@ -51,11 +51,14 @@ def _schedule_lines(config: Config, steps_per_epoch: int) -> list[str]:
         course = "constant"
 
     peak = f"{peak_learning_rate(config):g}"
-    if optimizer.learning_rate_rule == "sqrt":
-        peak += f" = {optimizer.learning_rate:g} x sqrt({config.data.images_per_step})"
+    rules = {"fixed": "", "sqrt": " x sqrt({})", "linear": " x {} / 256"}
+    rule = rules[optimizer.learning_rate_rule].format(config.data.images_per_step)
+    if rule:
+        peak += f" = {optimizer.learning_rate:g}{rule}"
+    start = f" from {schedule.start:g}" if schedule.start else ""
     return [
         f"steps: {schedule.total_steps} = {optimizer.epochs} epochs x {steps_per_epoch}; warm-up {schedule.warmup_steps} "
-        f"steps, then {course}",
+        f"steps{start}, then {course}",
         f"learning rate: peak {peak}, {optimizer.name}, weight decay {optimizer.weight_decay:g}",
     ]
 
