@@ -19,11 +19,13 @@ from trainer.models.networks import EncoderProjector
 from trainer.models.untrained_state import UntrainedState
 
 
-def test_batch_norm_per_view_equals_batch_norm_of_each_view_in_turn() -> None:
+@pytest.mark.parametrize(("num_views", "rows"), [(3, 0), (2, 4)])
+def test_batch_norm_per_view_equals_batch_norm_of_each_view_in_turn(num_views: int, rows: int) -> None:
+    """The same holds for groups of rows: 12 rows are 3 groups of 4, whatever the number of views."""
     torch.manual_seed(0)
     x = torch.randn(3 * 4, 5, 2, 2).double().contiguous(memory_format=torch.channels_last)
     plain, ours = nn.BatchNorm2d(5).double(), nn.Sequential(nn.BatchNorm2d(5).double())
-    convert_batch_norm(ours, 3, None, 1)
+    convert_batch_norm(ours, num_views, None, 1, rows)
     expected = torch.cat([plain(view) for view in x.chunk(3)])
     y = ours(x)
     torch.testing.assert_close(y, expected)

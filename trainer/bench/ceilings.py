@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.precision import full_float32
@@ -164,6 +165,9 @@ def count_flop_per_view(config: Config, device: torch.device, dtype: torch.dtype
     pixels = pixels.to(memory_format=torch.channels_last)
     with FlopCounterMode(display=False) as counter:
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            embeddings = networks(pixels)
-        embeddings.backward(torch.ones_like(embeddings))
+            outputs = networks(pixels)
+        # A method with several networks returns several tensors, some without a gradient.
+        tensors = [outputs] if isinstance(outputs, Tensor) else outputs
+        total: Any = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
+        total.backward()
     return counter.get_total_flops() / views

@@ -31,7 +31,7 @@ class SimCLR(Method):
         if self._loss_group is not None:
             candidates = gather_candidates(outputs, self._num_views, self._loss_group)
             first_image = images.first
-        loss = contrastive_loss(
+        loss = self._settings.scale * contrastive_loss(
             outputs,
             candidates,
             num_views=self._num_views,

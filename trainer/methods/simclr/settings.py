@@ -22,6 +22,8 @@ class SimCLRSettings(MethodSettings):
     """Temperature by which similarities are divided. The W-MSE paper uses 0.5, and 1 without normalize."""
     normalize: bool = True
     """True: compare embeddings by their cosine. False: compare them by their dot product."""
+    scale: float = setting(1.0, between=(1e-9, None))
+    """Factor of the loss. SimCLR's code adds both directions of a pair of views, whose mean this loss is: 2 gives its value."""
 
     def indivisible_images(self, config: Config) -> int:
         """Return the global batch size, because each embedding is compared with all others."""
