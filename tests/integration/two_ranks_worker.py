@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from kernels.backends import WHITENINGS
 from trainer.config.schema import Config, DataConfig, ModelConfig, SimCLRSettings, ViewsConfig, WMSESettings
 from trainer.distributed.geometry import images_of_rank, indivisible_images, loss_group_size
 from trainer.distributed.process_group import make_batch_norm_group, make_loss_group, process_group, wrap_model
@@ -35,6 +36,11 @@ CASES = {
     "2 views, 4 parts in all": ("wmse", 2, 8, 1, 32, "joint"),
     "simclr, 2 views": ("simclr", 2, 0, 1, 32, "joint"),
     "simclr, 4 views, per view": ("simclr", 4, 0, 1, 32, "per_view"),
+    "zca, 3 views, 2 iterations": ("wmse", 3, 8, 2, 16, "joint"),
+    "zca, slice group": ("wmse", 2, 32, 1, 32, "per_view"),
+    "standardise, slice group": ("wmse", 2, 32, 1, 32, "joint"),
+    "simclr whitened, slices inside a rank": ("simclr", 3, 8, 1, 32, "joint"),
+    "simclr whitened, a slice over both ranks": ("simclr", 2, 32, 1, 32, "per_view"),
 }
 
 
@@ -43,14 +49,15 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     method_name, views, slice_size, iterations, block, norm = CASES[name]
     ranks = find_ranks()
     parts = 4 // ranks.world_size if "parts" in name else 1
+    whitening = next((kind for kind in WHITENINGS if kind in name), "cholesky")
     statistics_of = "local" if "parts" in name else "all"
     config = Config(
         method=method_name,
         data=DataConfig(images_per_step=IMAGES),
         views=ViewsConfig(num_views=views),
         model=replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of),
-        wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block),
-        simclr=SimCLRSettings(temperature=0.5),
+        wmse=WMSESettings(whitening, slice_size=slice_size, iterations=iterations, permutation_block=block),
+        simclr=SimCLRSettings(temperature=0.5, whiten="whitened" in name, slice_size=slice_size),
     )
     unit = indivisible_images(config)
     images = images_of_rank(ranks, IMAGES, unit)
