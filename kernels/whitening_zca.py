@@ -52,10 +52,10 @@ def _solve_lyapunov(product: Tensor, u: Tensor) -> Tensor:
     q = torch.bmm(product, u)
     q = q + q.mT
     for scale in _scales(u.dtype):
+        # The upper right block of the step of the block matrix: 3 s/2 Q - s^3/2 (U (U Q - Q U) + Q U^2).
         uq = torch.bmm(u, q)
-        # The upper right block of the product of the block matrix with its square, without 3 / 2 Q.
-        corner = torch.baddbmm(torch.bmm(u, uq - uq.mT), uq.mT, u)
-        q = torch.sub(1.5 * scale * q, corner, alpha=0.5 * scale**3)
+        q = torch.baddbmm(q, u, uq - uq.mT, beta=1.5 * scale, alpha=-0.5 * scale**3)
+        q = torch.baddbmm(q, uq.mT, u, alpha=-0.5 * scale**3)
         u = torch.bmm(u, torch.baddbmm(identity, u, u, beta=1.5 * scale, alpha=-0.5 * scale**3))
     return q.mul_(0.5)
 

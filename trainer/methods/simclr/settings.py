@@ -25,7 +25,7 @@ class SimCLRSettings(MethodSettings):
     """True: compare embeddings by their cosine. False: compare them by their dot product."""
     whiten: bool = False
     """Whiten the embeddings as W-MSE does, in slices of neighbouring images of one view, before they are compared."""
-    slice_size: int = setting(128, between=(2, None))
+    slice_size: int = setting(256, between=(2, None))
     """Number of rows of one view that are whitened together (only with whiten). W-MSE uses twice the embedding size."""
 
     def problems(self, config: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""SimCLR on whitened embeddings: values, gradients, failed slices and settings."""
+"""SimCLR on whitened embeddings, and W-MSE with another whitening: values, gradients, failed slices and settings."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,10 +11,11 @@ from tests.numerics.test_contrastive import V, definition
 from tests.numerics.test_wmse_loss import whiten_slice
 from tests.unit.test_methods import CONFIG, IMAGES, pixels, same, state_of
 from trainer.config.checks import check
-from trainer.config.schema import Config, SimCLRSettings
+from trainer.config.schema import Config, SimCLRSettings, WMSESettings
 from trainer.distributed.ranks import ImageRange, Ranks
 from trainer.methods.method import LossOutput
 from trainer.methods.simclr.method import SimCLR
+from trainer.methods.wmse.method import WMSE
 from trainer.run.faults import describe_fault
 from trainer.setup import build_step
 from trainer.tools.dry_run import setting_warnings
@@ -90,6 +91,21 @@ def test_a_slice_size_without_whitening_logs_a_warning() -> None:
     warning = "simclr.slice_size 8 has no effect: simclr.whiten is false"
     assert warning in setting_warnings(config_of(whiten=False), 1, CPU)
     assert warning not in setting_warnings(config_of(), 1, CPU)
+
+
+@pytest.mark.parametrize(("slice_size", "value"), [(8, 1.796059794461), (16, 1.838033672897)])
+def test_the_whitening_of_wmse_reaches_the_loss(slice_size: int, value: float) -> None:
+    settings = WMSESettings(whitening="standardise", slice_size=slice_size)
+    method = WMSE(replace(CONFIG, wmse=settings), Ranks(), CPU, None, None)
+    output = method.loss(EMBEDDINGS, 0, ImageRange(0, IMAGES))
+    assert output.loss.item() == pytest.approx(value, abs=1e-12)
+    assert output.ok.all()
+
+
+def test_a_dimension_of_low_variance_is_no_warning_when_dimensions_are_standardised() -> None:
+    for whitening, warnings in (("standardise", 0), ("zca", 1)):
+        config = replace(CONFIG, wmse=replace(CONFIG.wmse, whitening=whitening))
+        assert len(WMSE(config, Ranks(), CPU, None, None).health_warnings({"min_pivot": 1e-5})) == warnings
 
 
 def test_settings_of_the_other_whitenings_are_checked() -> None:
