@@ -16,6 +16,8 @@ import torch
 
 # "reference" defines the result, "torch" runs anywhere, "triton" needs an NVIDIA GPU.
 BACKENDS = ("reference", "torch", "triton")
+# `kernels.whitening.whiten` describes them. All but the first have the backends "reference" and "torch" only.
+WHITENINGS = ("cholesky", "zca", "standardise")
 LARGEST_TRITON_SIZE = 512  # dimensions; the factor kernel keeps a panel of 16 rows of the matrix in registers
 
 

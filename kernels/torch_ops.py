@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import whitening_torch
+from kernels import whitening_standardise, whitening_torch, whitening_zca
+
+_MODULES = {"torch": whitening_torch, "zca": whitening_zca, "standardise": whitening_standardise}
 
 
 def _backend(name: str) -> Any:
-    """Return the module with `forward` and `backward` of a backend."""
+    """Return the module with `forward` and `backward` of a backend, or of a whitening that has only one backend."""
     if name == "triton":
         from kernels import whitening_triton  # loads triton, which machines without a GPU may lack
 
         return whitening_triton
-    return whitening_torch
+    return _MODULES[name]
 
 
 class Whiten(torch.autograd.Function):
@@ -72,7 +74,8 @@ def _fake_forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -
     batch, num_rows, size = x.shape
     z = x.new_empty(batch, num_rows, size)
     w = x.new_empty(batch, size, size)
-    u = torch.empty_like(w) if backend == "triton" and eps > 0 else x.new_empty(0)
+    keeps_u = backend == "zca" or (backend == "triton" and eps > 0)
+    u = torch.empty_like(w) if keeps_u else x.new_empty(0)
     ok = x.new_empty(batch, dtype=torch.bool)
     min_pivot = x.new_empty(batch)
     return z, w, u, ok, min_pivot

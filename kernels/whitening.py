@@ -1,5 +1,7 @@
 """The whitening operation: it gives each slice of rows zero mean and identity covariance, using only the slice itself.
 
+The whitening "standardise" is the exception: it gives each column variance 1 and leaves the columns correlated.
+
 Shapes: x, z (B, M, k): B slices of M rows (one view of M images) of k-dimensional embeddings.
 Ermolov et al., ICML 2021, section 3.2 and appendix; kernels/README.md has the mathematics.
 """
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import whitening_reference
-from kernels.backends import BACKENDS, fastest_backend, why_not
+from kernels.backends import BACKENDS, WHITENINGS, fastest_backend, why_not
 from kernels.torch_ops import Whiten
 
 _logger = logging.getLogger(__name__)
@@ -23,57 +25,89 @@ class WhiteningStatus(NamedTuple):
 
     ok: Tensor
     """(B,) bool; False if the slice has a non-finite value, or if its covariance is not positive definite to working
-    precision (a constant column, linearly dependent columns)."""
+    precision (a constant column, linearly dependent columns). "standardise" accepts dependent columns."""
     min_pivot: Tensor
-    """(B,) smallest squared diagonal element of the Cholesky factor, divided by the mean variance; 0 if the slice is not ok."""
+    """(B,) smallest pivot divided by the mean variance; 0 if the slice is not ok. The pivot of a column is its variance, given
+    the columns before it (cholesky: squared diagonal element of the factor), given all others (zca), or alone (standardise)."""
 
 
-def whiten(x: Tensor, *, eps: float = 0.0, backend: str = "auto", cholesky_float64: bool = False) -> Tensor:
-    """Whiten each slice of x with the inverse Cholesky factor of its own covariance.
+def whiten(
+    x: Tensor,
+    *,
+    whitening: str = "cholesky",
+    eps: float = 0.0,
+    backend: str = "auto",
+    cholesky_float64: bool = False,
+) -> Tensor:
+    """Whiten each slice of x by its own covariance.
 
-    x: (B, M, k) floating, M > k. Returns z (B, M, k) in float64 if x is float64, otherwise in float32:
+    x: (B, M, k) floating, M > k (M > 1 for "standardise"). Returns z (B, M, k) in float64 if x is float64, otherwise in
+    float32. With A = (1 - eps) cov + eps mean(diag cov) I:
 
-        z = (x - mean) @ inv(L).T,  where (1 - eps) cov + eps mean(diag cov) I = L @ L.T
+        "cholesky"     z = (x - mean) @ inv(L).T, where A = L @ L.T
+        "zca"          z = (x - mean) @ inv(sqrt(A)), with the symmetric root
+        "standardise"  z = (x - mean) / sqrt(diag A)
 
     cov has the divisor M - 1. The gradient includes that of mean and factor; there is no second derivative. A slice that is not
     ok (`WhiteningStatus`) gives z = 0 and a zero gradient, and does not affect other slices. The call never waits for the
     device. Autocast and TF32 settings have no effect.
 
+    whitening: one of WHITENINGS; the paper uses "cholesky". "zca" fails if the smallest eigenvalue of A is below a share of
+        2e-6 (float32) of a bound of the largest, see kernels/README.md.
     eps: shrinkage in [0, 1); the paper uses 0.
     backend: "auto" (the fastest according to `kernels.backends`) or one of BACKENDS: "reference" is the definition, slice by
-        slice; "torch" is batched torch.linalg; "triton" are kernels for NVIDIA GPUs, k up to 512, float32 only.
+        slice; "torch" is batched torch.linalg; "triton" are kernels for NVIDIA GPUs, k up to 512, float32 and "cholesky" only.
     cholesky_float64: compute mean, covariance, factor and z in float64 and round them to float32; the gradient stays float32.
-        Use it for embeddings whose covariance has a condition number above 1e5. Not available with "triton".
-    Raises ValueError for a wrong shape, dtype or eps, and for a backend that does not exist or cannot whiten these slices.
+        Use it for embeddings whose covariance has a condition number above 1e5. Not available with "triton", nor with another
+        whitening than "cholesky".
+    Raises ValueError for a wrong shape, dtype or eps, and for a whitening or backend that does not exist or cannot whiten these
+    slices.
     """
-    return whiten_with_status(x, eps=eps, backend=backend, cholesky_float64=cholesky_float64)[0]
+    return whiten_with_status(x, whitening=whitening, eps=eps, backend=backend, cholesky_float64=cholesky_float64)[0]
 
 
 def whiten_with_status(
     x: Tensor,
     *,
+    whitening: str = "cholesky",
     eps: float = 0.0,
     backend: str = "auto",
     cholesky_float64: bool = False,
 ) -> tuple[Tensor, WhiteningStatus]:
     """Whiten as `whiten` does; return z (B, M, k) and the status of each slice."""
-    _check(x, eps)
+    _check(x, whitening, eps)
     # Half-precision input is whitened in float32.
     x = x if x.dtype == torch.float64 else x.float()
-    backend = choose_backend(backend, x, tuple(x.shape), cholesky_float64)
+    backend = choose_backend(backend, x, tuple(x.shape), cholesky_float64, whitening)
     # The reference is differentiated by autograd, the other backends have their own backward.
     if backend == "reference":
-        z, ok, min_pivot = whitening_reference.whiten(x, eps, cholesky_float64)
+        z, ok, min_pivot = whitening_reference.whiten(x, eps, cholesky_float64, whitening)
     else:
         z, ok, min_pivot = Whiten.apply(x, eps, cholesky_float64, backend)
     return z, WhiteningStatus(ok, min_pivot)
 
 
-def choose_backend(backend: str, values: Tensor, shape: tuple[int, ...], cholesky_float64: bool) -> str:
+def choose_backend(
+    backend: str,
+    values: Tensor,
+    shape: tuple[int, ...],
+    cholesky_float64: bool,
+    whitening: str = "cholesky",
+) -> str:
     """Return the backend to use for slices of the given shape (B, M, k), with the dtype and device of `values`.
 
-    Raises ValueError for a backend that does not exist or cannot whiten these slices.
+    A whitening other than "cholesky" has one fast backend, which has the name of the whitening.
+    Raises ValueError for a whitening or backend that does not exist, or that cannot whiten these slices.
     """
+    if whitening not in WHITENINGS:
+        raise ValueError(f"no whitening {whitening!r}; available: {', '.join(WHITENINGS)}")
+    if whitening != "cholesky":
+        if backend not in ("auto", "torch", "reference") or cholesky_float64:
+            raise ValueError(
+                f"whitening {whitening!r} has the backends auto, torch and reference, without cholesky_float64; got "
+                f"backend {backend!r} and cholesky_float64 {cholesky_float64}"
+            )
+        return "reference" if backend == "reference" else whitening
     # The Triton kernels exist in float32 only.
     in_float64 = cholesky_float64 or values.dtype == torch.float64
     return _choose(backend, values.device.type, *shape, in_float64)
@@ -102,7 +136,7 @@ def _chosen(backend: str, device_type: str, batch: int, num_rows: int, size: int
     return backend
 
 
-def _check(x: Tensor, eps: float) -> None:
+def _check(x: Tensor, whitening: str, eps: float) -> None:
     """Raise ValueError for a wrong shape, dtype or eps."""
     shape = tuple(x.shape)
     if x.dim() != 3 or not x.is_floating_point():
@@ -110,8 +144,11 @@ def _check(x: Tensor, eps: float) -> None:
     batch, num_rows, size = shape
     if not batch or not size:
         raise ValueError(f"whiten needs at least one slice and one column, got {shape}")
-    # A singular covariance has no Cholesky factor.
-    if num_rows <= size:
+    # Standardising needs variances only.
+    if whitening == "standardise" and num_rows < 2:
+        raise ValueError("a slice of 1 row has no variance; use 2 rows or more")
+    # A singular covariance has no inverse.
+    if whitening != "standardise" and num_rows <= size:
         raise ValueError(
             f"a slice of {num_rows} rows cannot be whitened in {size} dimensions: the covariance of M rows has a rank of "
             f"at most M - 1, so it is singular; use more than {size} rows for each slice ({2 * size} in the paper)"

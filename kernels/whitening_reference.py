@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.precision import full_float32
 
 
-def whiten(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tensor, Tensor]:
+def whiten(x: Tensor, eps: float, cholesky_float64: bool, whitening: str = "cholesky") -> tuple[Tensor, Tensor, Tensor]:
     """Whiten every slice of x (B, M, k), float32 or float64, by its own rows.
 
     Returns z (B, M, k), ok (B,) bool and min_pivot (B,) float; see `kernels.whitening`. The backward is torch's: it follows the
@@ -19,12 +19,12 @@ def whiten(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tenso
         results = []
         for rows in x.unbind(0):
             rows = rows.double() if cholesky_float64 else rows
-            results.append(_whiten_slice(rows, eps, x.dtype))
+            results.append(_whiten_slice(rows, eps, x.dtype, whitening))
         z, ok, min_pivot = (torch.stack(tensors) for tensors in zip(*results, strict=True))
     return z.to(x.dtype), ok, min_pivot.to(x.dtype)
 
 
-def _whiten_slice(rows: Tensor, eps: float, input_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _whiten_slice(rows: Tensor, eps: float, input_dtype: torch.dtype, whitening: str) -> tuple[Tensor, Tensor, Tensor]:
     """Whiten one slice (M, k); return z (M, k), ok () and min_pivot ()."""
     num_rows, size = rows.shape
     mean = rows.mean(0)
@@ -35,16 +35,47 @@ def _whiten_slice(rows: Tensor, eps: float, input_dtype: torch.dtype) -> tuple[T
         mean_variance = covariance.diagonal().mean()
         identity = torch.eye(size, dtype=rows.dtype, device=rows.device)
         covariance = (1 - eps) * covariance + eps * mean_variance * identity
-    lower, info = torch.linalg.cholesky_ex(covariance)
-    pivots = lower.detach().diagonal().square()
+    z, pivots, info = _APPLY[whitening](centred, covariance)
     total = rows.detach().sum(0)
     # The judgement takes no part in the gradient.
-    ok, min_pivot = judge_factor(pivots, covariance.detach(), total, num_rows, info, input_dtype)
-    z = torch.linalg.solve_triangular(lower, centred.T, upper=False).T
+    ok, min_pivot = judge_factor(pivots.detach(), covariance.detach(), total, num_rows, info, input_dtype)
     # A failed factor makes every gradient NaN. All gradients pass through `centred`, so they are set to zero there.
     if centred.requires_grad:
         centred.register_hook(lambda gradient: gradient if gradient is None else torch.where(ok, gradient, 0.0))
     return torch.where(ok, z, 0.0), ok, min_pivot
+
+
+# Each function takes the centred rows (M, k) and their covariance A (k, k). It returns z (M, k), the pivots (k,), and
+# info (), which is 0 if A has the factor.
+
+
+def _apply_cholesky(centred: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lower, info = torch.linalg.cholesky_ex(a)
+    z = torch.linalg.solve_triangular(lower, centred.T, upper=False).T
+    return z, lower.diagonal().square(), info
+
+
+def _apply_zca(centred: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # eigh raises an error if a value is not finite. The gradient of its vectors needs eigenvalues that differ.
+    is_finite = a.isfinite().all()
+    identity = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    eigenvalues, vectors = torch.linalg.eigh(torch.where(is_finite, a, identity))
+    w = vectors * eigenvalues.rsqrt() @ vectors.T
+    # An eigenvalue must exceed the rounding noise of the largest one.
+    resolution, _ = noise_coefficients(a.dtype, a.dtype)
+    is_positive = eigenvalues[0] > resolution * eigenvalues[-1]
+    info = ~(is_finite & is_positive)
+    # The diagonal of W^2 = A^-1 holds the reciprocal variances of each column given all others.
+    return centred @ w, w.square().sum(1).reciprocal(), info.to(torch.int32)
+
+
+def _apply_standardise(centred: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    variance = a.diagonal()
+    # A column without variance has pivot 0, which is never ok.
+    return centred / variance.sqrt(), variance, torch.zeros((), dtype=torch.int32, device=a.device)
+
+
+_APPLY = {"cholesky": _apply_cholesky, "zca": _apply_zca, "standardise": _apply_standardise}
 
 
 def judge_factor(

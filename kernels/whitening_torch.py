@@ -1,9 +1,12 @@
 """Whitening of all slices at once by batched torch.linalg, with an analytic backward. Runs on any device.
 
 x (B, M, k) --centre--> c --> cov (B, k, k) = c^T c / (M-1) = L L^T --> W = L^-1 --> z = c W^T
+
+`whitening_zca` and `whitening_standardise` use the same `forward` and `backward` with another W.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,36 +16,25 @@ from kernels.precision import full_float32
 from kernels.whitening_reference import judge_factor
 
 
-def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Whiten x (B, M, k), float32 or float64; return z (B, M, k), W (B, k, k), an empty tensor, ok (B,), min_pivot (B,)."""
-    num_rows = x.shape[1]
-    with full_float32(x.device):
-        # Centre the rows and compute their covariance.
-        rows = x.double() if cholesky_float64 else x
-        total = rows.sum(1, keepdim=True)
-        centred = torch.sub(rows, total, alpha=1 / num_rows)
-        covariance = torch.bmm(centred.mT, centred).mul_(1 / (num_rows - 1))
-        # Shrink the covariance towards a multiple of the identity, in place: `variance` is a view of its diagonal.
-        if eps > 0:
-            variance = covariance.diagonal(dim1=1, dim2=2)
-            mean_variance = variance.mean(-1, keepdim=True)
-            covariance.mul_(1 - eps)
-            variance.add_(eps * mean_variance)
-        w, info = _inverse_factor(covariance)
-        # The diagonal of W = L^-1 is the reciprocal of that of L.
-        pivots = w.diagonal(dim1=1, dim2=2).square().reciprocal_()
-        # A failed factor may contain NaN, so z is overwritten where it failed.
-        ok, min_pivot = judge_factor(pivots, covariance, total[:, 0], num_rows, info, x.dtype)
-        z = torch.bmm(centred, w.mT)
-        _zero_where_failed(ok, z)
-        # With cholesky_float64 the results are rounded to the dtype of x. The backward needs no U.
-        return (
-            z.to(x.dtype),
-            w.to(x.dtype),
-            x.new_empty(0),
-            ok,
-            min_pivot.to(x.dtype),
-        )
+class Factor(NamedTuple):
+    """Factor of each covariance A (B, k, k), by which its slice is whitened."""
+
+    w: Tensor
+    """(B, k, k) matrix W with W A W^T = I, so that z = c W^T."""
+    u: Tensor
+    """(B, k, k) inverse of W^T, so that c = z U; empty if the backward does not need it."""
+    pivots: Tensor
+    """(B, k) variances that must exceed their rounding noise, see `judge_factor`."""
+    info: Tensor
+    """(B,) 0 if the factorisation succeeded."""
+
+
+def cholesky(a: Tensor) -> Factor:
+    """Factor a = L L^T (B, k, k), with W = L^-1."""
+    w, info = _inverse_factor(a)
+    # The diagonal of W is the reciprocal of that of L. The backward needs no U.
+    pivots = w.diagonal(dim1=1, dim2=2).square().reciprocal_()
+    return Factor(w, a.new_empty(0), pivots, info)
 
 
 def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,6 +67,41 @@ def _inverse_factor(a: Tensor) -> tuple[Tensor, Tensor]:
     return w, first_info + last_info
 
 
+def forward(
+    x: Tensor, eps: float, cholesky_float64: bool, factorise: Callable[[Tensor], Factor] = cholesky
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Whiten x (B, M, k), float32 or float64, by the factor that `factorise` finds for the covariances.
+
+    Returns z (B, M, k), W (B, k, k), U (B, k, k) or empty, ok (B,) and min_pivot (B,).
+    """
+    num_rows = x.shape[1]
+    with full_float32(x.device):
+        # Centre the rows and compute their covariance.
+        rows = x.double() if cholesky_float64 else x
+        total = rows.sum(1, keepdim=True)
+        centred = torch.sub(rows, total, alpha=1 / num_rows)
+        covariance = torch.bmm(centred.mT, centred).mul_(1 / (num_rows - 1))
+        # Shrink the covariance towards a multiple of the identity, in place: `variance` is a view of its diagonal.
+        if eps > 0:
+            variance = covariance.diagonal(dim1=1, dim2=2)
+            mean_variance = variance.mean(-1, keepdim=True)
+            covariance.mul_(1 - eps)
+            variance.add_(eps * mean_variance)
+        w, u, pivots, info = factorise(covariance)
+        # A failed factor may contain NaN, so z is overwritten where it failed.
+        ok, min_pivot = judge_factor(pivots, covariance, total[:, 0], num_rows, info, x.dtype)
+        z = torch.bmm(centred, w.mT)
+        _zero_where_failed(ok, z)
+        # With cholesky_float64 the results are rounded to the dtype of x.
+        return (
+            z.to(x.dtype),
+            w.to(x.dtype),
+            u.to(x.dtype),
+            ok,
+            min_pivot.to(x.dtype),
+        )
+
+
 def _zero_where_failed(ok: Tensor, values: Tensor) -> None:
     """Overwrite values (B, M, k) with 0 in the slices that are not ok."""
     # On a CPU, reading `ok` makes nothing wait, and it saves a pass over the values.
@@ -83,14 +110,28 @@ def _zero_where_failed(ok: Tensor, values: Tensor) -> None:
     values.masked_fill_(~ok[:, None, None], 0.0)
 
 
-def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: float) -> Tensor:
-    """Return the gradient at x (B, M, k), given that at z and what `forward` returned; kernels/README.md derives it."""
+def symmetric_triangle(product: Tensor, _: Tensor) -> Tensor:
+    """Return H = T + T^T (B, k, k), where T is the lower triangle of the product with half its diagonal."""
+    half_triangle = _constants(product.shape[-1], product.dtype, product.device).half_triangle
+    triangle = product.mul_(half_triangle)
+    return triangle + triangle.mT
+
+
+def backward(
+    grad_z: Tensor,
+    z: Tensor,
+    w: Tensor,
+    u: Tensor,
+    ok: Tensor,
+    eps: float,
+    symmetrise: Callable[[Tensor, Tensor], Tensor] = symmetric_triangle,
+) -> Tensor:
+    """Return the gradient at x (B, M, k), given that at z and what `forward` returned; kernels/README.md derives it.
+
+    symmetrise: (G^T Z, U) -> H (B, k, k), which belongs to the factor."""
     num_rows, size = z.shape[1:]
     with full_float32(z.device):
-        # H = T + T^T, where T is the lower triangle of G^T Z with half its diagonal.
-        half_triangle = _constants(size, z.dtype, z.device).half_triangle
-        triangle = torch.bmm(grad_z.mT, z).mul_(half_triangle)
-        symmetric = triangle + triangle.mT
+        symmetric = symmetrise(torch.bmm(grad_z.mT, z), u)
         # Gradient at the rows: (G - share * Z H) W.
         scale = (1 - eps) / (num_rows - 1)
         inner = torch.baddbmm(grad_z, z, symmetric, alpha=-scale)
@@ -99,7 +140,7 @@ def backward(grad_z: Tensor, z: Tensor, w: Tensor, _: Tensor, ok: Tensor, eps: f
         if eps > 0:
             trace = (torch.bmm(symmetric, w) * w).sum((1, 2), keepdim=True)
             # Z = C W^T, so the centred rows C need not be stored.
-            centred = torch.linalg.solve_triangular(w.mT, z, upper=True, left=False)
+            centred = torch.bmm(z, u) if u.numel() else torch.linalg.solve_triangular(w.mT, z, upper=True, left=False)
             eps_scale = eps / (size * (num_rows - 1))
             grad_x -= centred.mul_(trace * eps_scale)
         # The gradient through the mean removes the column means.

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from kernels.backends import WHITENINGS
 from trainer.config.schema import (
     AlignUniformSettings,
     Config,
@@ -57,6 +58,11 @@ CASES = {
     "barlow_twins, 3 views": ("barlow_twins", 3, 0, 1, 32, "per_view"),
     "vicreg, 2 views": ("vicreg", 2, 0, 1, 32, "joint"),
     "vicreg, 3 views": ("vicreg", 3, 0, 1, 32, "per_view"),
+    "zca, 3 views, 2 iterations": ("wmse", 3, 8, 2, 16, "joint"),
+    "zca, slice group": ("wmse", 2, 32, 1, 32, "per_view"),
+    "standardise, slice group": ("wmse", 2, 32, 1, 32, "joint"),
+    "simclr whitened, slices inside a rank": ("simclr", 3, 8, 1, 32, "joint"),
+    "simclr whitened, a slice over both ranks": ("simclr", 2, 32, 1, 32, "per_view"),
 }
 
 
@@ -66,14 +72,15 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     ranks = find_ranks()
     parts = 4 // ranks.world_size if "parts" in name else 1
     has_queue = method_name in ("moco", "align_uniform")
+    whitening = next((kind for kind in WHITENINGS if kind in name), "cholesky")
     statistics_of = "local" if "parts" in name or has_queue else "all"
     config = Config(
         method=method_name,
         data=DataConfig(images_per_step=IMAGES),
         views=ViewsConfig(num_views=views),
         model=replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of),
-        wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block),
-        simclr=SimCLRSettings(temperature=0.5),
+        wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block, whitening=whitening),
+        simclr=SimCLRSettings(temperature=0.5, whiten="whitened" in name, slice_size=slice_size),
         moco=MoCoSettings(queue_size=96, batch_norm_rows=4, shuffle_images=8),
         align_uniform=AlignUniformSettings(queue_size=96, batch_norm_rows=4, shuffle_images=8),
         swav=SwAVSettings(prototypes=6, freeze_prototypes_steps=0),

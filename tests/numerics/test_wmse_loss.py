@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.numerics.test_contrastive import V
 from tests.numerics.whitening_cases import rows_of_condition
 from trainer.errors import InputError
 from trainer.losses import wmse
@@ -21,6 +22,7 @@ def definition(
     permutations: Tensor,
     normalize: bool,
     failed: set[tuple[int, int]] = frozenset(),
+    whitening: str = "cholesky",
 ) -> Tensor:
     """Return the mean distance over all pairs of views, images, slices and iterations, without the failed slices.
 
@@ -33,7 +35,7 @@ def definition(
             if (iteration, start // slice_size) in failed:
                 continue
             images = permutation[start : start + slice_size]
-            whitened = [whiten_slice(v[view * num_images + images]) for view in range(num_views)]
+            whitened = [whiten_slice(v[view * num_images + images], whitening) for view in range(num_views)]
             for i in range(num_views):
                 for j in range(i):
                     if normalize:
@@ -43,8 +45,15 @@ def definition(
     return torch.cat(distances).mean()
 
 
-def whiten_slice(rows: Tensor) -> Tensor:
-    return (rows - rows.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(rows.T))).T
+def whiten_slice(rows: Tensor, whitening: str) -> Tensor:
+    centred = rows - rows.mean(0)
+    if whitening == "standardise":
+        return centred / rows.std(0)
+    covariance = torch.cov(rows.T)
+    if whitening == "zca":
+        eigenvalues, vectors = torch.linalg.eigh(covariance)
+        return centred @ vectors @ torch.diag(eigenvalues.rsqrt()) @ vectors.T
+    return centred @ torch.linalg.inv(torch.linalg.cholesky(covariance)).T
 
 
 def embeddings(num_views: int, num_images: int, size: int, seed: int = 0, noise: float = 0.5) -> Tensor:
@@ -69,15 +78,61 @@ def loss_and_gradient(function, v: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize("num_views", [2, 3, 4])
-def test_value_and_gradient_equal_the_definition(num_views, iterations, normalize, backend):
+@pytest.mark.parametrize("whitening", ["cholesky", "zca", "standardise"])
+def test_value_and_gradient_equal_the_definition(whitening, num_views, iterations, normalize, backend):
     v, permutations = embeddings(num_views, 33, 5), permutations_of(iterations, 33)
-    expected = loss_and_gradient(lambda v: definition(v, num_views, 11, permutations, normalize), v)
+    expected = loss_and_gradient(
+        lambda v: definition(v, num_views, 11, permutations, normalize, whitening=whitening), v
+    )
     sizes = {"num_views": num_views, "slice_size": 11, "iterations": iterations, "permutations": permutations}
-    ours = loss_and_gradient(lambda v: wmse_loss(v, **sizes, normalize=normalize, backend=backend), v)
+    options = {"normalize": normalize, "backend": backend, "whitening": whitening}
+    ours = loss_and_gradient(lambda v: wmse_loss(v, **sizes, **options), v)
     for actual, right in zip(ours, expected, strict=True):
         assert (actual - right).abs().max() < 1e-9 * right.abs().max()
     per_view = ours[1].view(num_views, -1).abs().amax(1)
     assert (per_view > 0.1 * per_view.max()).all()  # no view is detached
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize(
+    ("num_views", "options", "value"),
+    [
+        (2, {"slice_size": 8}, 1.759701399460),
+        (4, {"slice_size": 8}, 1.654635431697),
+        (2, {"slice_size": 8, "normalize": False}, 1.505735649607),
+        (4, {"slice_size": 8, "normalize": False}, 1.438335530658),
+        (2, {"slice_size": 8, "whitening": "standardise"}, 1.796059794461),
+        (2, {"slice_size": 16, "whitening": "standardise"}, 1.838033672897),
+    ],
+)
+def test_the_loss_has_fixed_values(num_views, options, value, backend):
+    """Those of "cholesky" are the values of the W-MSE authors' published code."""
+    identity = torch.arange(16)[None]
+    loss = wmse_loss(V[: 16 * num_views], num_views=num_views, permutations=identity, backend=backend, **options)
+    assert loss.item() == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize("whitening", ["zca", "standardise"])
+def test_in_one_dimension_all_whitenings_are_equal(whitening):
+    v, sizes = embeddings(3, 24, 1), {"num_views": 3, "slice_size": 8, "permutations": permutations_of(2, 24)}
+    sizes |= {"iterations": 2, "normalize": False}
+    expected = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
+    for actual, right in zip(
+        loss_and_gradient(lambda v: wmse_loss(v, **sizes, whitening=whitening), v), expected, strict=True
+    ):
+        torch.testing.assert_close(actual, right, rtol=1e-11, atol=1e-12)
+
+
+def test_equal_columns_have_loss_0_when_they_are_standardised_and_cannot_be_whitened():
+    """Rows of equal signs in both views then agree: the collapse that the paper describes for BatchNorm."""
+    column = embeddings(1, 16, 1)
+    same = torch.cat([column, 3 * column + 1]).expand(-1, 4).contiguous()
+    loss, status = wmse_loss_with_status(same, num_views=2, slice_size=8, whitening="standardise")
+    assert loss.item() == pytest.approx(0, abs=1e-12)
+    assert status.ok.all()
+    for whitening in ("cholesky", "zca"):
+        status = wmse_loss_with_status(same.float(), num_views=2, slice_size=8, whitening=whitening)[1]
+        assert not status.ok.any()
 
 
 @settings(max_examples=40, deadline=None)
@@ -147,10 +202,11 @@ def test_opposite_views_have_loss_4_and_unrelated_ones_2():
     assert wmse_loss(unrelated, num_views=2, slice_size=128).item() == pytest.approx(2, abs=0.1)
 
 
-def test_the_loss_is_invariant_to_shift_and_positive_scale_of_a_dimension():
+@pytest.mark.parametrize("whitening", ["cholesky", "standardise"])
+def test_the_loss_is_invariant_to_shift_and_positive_scale_of_a_dimension(whitening):
     v = embeddings(3, 24, 4)
     scale = torch.logspace(-5, 5, 4, dtype=torch.float64)
-    sizes = {"num_views": 3, "slice_size": 12, "permutations": permutations_of(1, 24)}
+    sizes = {"num_views": 3, "slice_size": 12, "permutations": permutations_of(1, 24), "whitening": whitening}
     loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
     moved_loss, moved_gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), (v + 3) * scale)
     assert moved_loss.item() == pytest.approx(loss.item(), rel=1e-10)
@@ -172,15 +228,16 @@ def test_without_permutations_one_is_drawn_for_each_iteration():
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_failed_slice_does_not_count_in_the_mean(normalize, backend):
+@pytest.mark.parametrize("whitening", ["cholesky", "zca", "standardise"])
+def test_a_failed_slice_does_not_count_in_the_mean(whitening, normalize, backend):
     v, permutations = embeddings(3, 24, 4), permutations_of(2, 24)
     v[24 + permutations[0, 9]] = float("nan")  # view 1, slice 1 of iteration 0
     bad = {(0, 1), (1, int((permutations[1] == permutations[0, 9]).nonzero()) // 8)}
     sizes = {"num_views": 3, "slice_size": 8, "iterations": 2, "permutations": permutations, "normalize": normalize}
-    sizes["backend"] = backend
+    sizes |= {"backend": backend, "whitening": whitening}
     loss, gradient = loss_and_gradient(lambda v: wmse_loss(v, **sizes), v)
     expected, expected_gradient = loss_and_gradient(
-        lambda v: definition(v, 3, 8, permutations, normalize, failed=bad), v.nan_to_num()
+        lambda v: definition(v, 3, 8, permutations, normalize, failed=bad, whitening=whitening), v.nan_to_num()
     )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     assert (gradient - expected_gradient).abs().max() < 1e-9
@@ -250,6 +307,8 @@ def test_the_loss_compiles_as_one_graph():
         (400, {"slice_size": 128}, "200 images.*slice_size=128.*128 or 256 images"),
         (100, {"slice_size": 64}, "use 64 images"),
         (400, {"slice_size": 4}, "set slice_size above 4; the paper uses 8"),
+        (400, {"slice_size": 4, "whitening": "zca"}, "set slice_size above 4"),
+        (400, {"slice_size": 1, "whitening": "standardise"}, "slice_size=1 has no variance"),
         (400, {"num_views": 1}, "2 views"),
         (400, {"iterations": 0}, "1 iteration"),
         (400, {"iterations": 2, "permutations": torch.arange(200)[None]}, r"\(2, 200\)"),

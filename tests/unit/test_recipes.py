@@ -77,6 +77,25 @@ RECIPES: dict[str, tuple[float, dict[str, Any]]] = {  # config: peak learning ra
         "optimizer.schedule": "cosine", "optimizer.final_learning_rate": 0.0, "optimizer.epochs": 800}),
 }  # fmt: skip
 
+DOT = {"simclr.temperature": 1.0, "simclr.normalize": False}  # the paper's temperature without normalisation
+WHITENED = {"simclr.whiten": True, "simclr.slice_size": 128}
+SHORT = {"optimizer.epochs": 200}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # config: the recipe that it varies, all settings that differ
+    "cifar10_rn18_simclr_200ep": ("cifar10_rn18_simclr_1000ep", SHORT),
+    "cifar10_rn18_simclr_whitened_200ep": ("cifar10_rn18_simclr_1000ep", {**SHORT, **WHITENED}),
+    "cifar10_rn18_simclr_dot_200ep": ("cifar10_rn18_simclr_1000ep", {**SHORT, **DOT}),
+    "cifar10_rn18_simclr_whitened_dot_200ep": ("cifar10_rn18_simclr_1000ep", {**SHORT, **DOT, **WHITENED}),
+    "cifar10_rn18_wmse2_standardised_1000ep": (
+        "cifar10_rn18_wmse2_1000ep",
+        {"wmse.whitening": "standardise", "wmse.slice_size": 512},
+    ),
+    "cifar10_rn18_wmse4_zca_1000ep": ("cifar10_rn18_wmse4_1000ep", {"wmse.whitening": "zca"}),
+    "stl10_rn18_wmse2_euclidean_2000ep": ("stl10_rn18_wmse2_2000ep", {"wmse.normalize": False}),
+    "stl10_rn18_wmse4_euclidean_2000ep": ("stl10_rn18_wmse4_2000ep", {"wmse.normalize": False}),
+    "stl10_rn18_simclr_euclidean_2000ep": ("stl10_rn18_simclr_2000ep", DOT),
+}
+PLAIN = [path for path in CONFIGS if not path.stem.startswith("demo_") and path.stem not in VARIANTS]
+
 
 def load(path: Path) -> Config:
     return load_config(path, [])
@@ -86,12 +105,19 @@ def test_each_row_of_the_table_has_one_config() -> None:
     names = {f"{key}_wmse4" for key in RECIPES}
     names |= {f"{key}_wmse2" for key in RECIPES if not key.startswith(("imagenet_", "imagenette_"))}
     names |= {f"{key}_rn18_simclr" for key in ("cifar10", "cifar100", "stl10", "tiny_imagenet")}
-    found = [path.stem for path in CONFIGS if not path.stem.startswith("demo_")]
+    found = [path.stem for path in PLAIN]
     assert {name.rsplit("_", 1)[0] for name in found} == names
     assert [n for n in found if n.startswith("imagenet_")] == ["imagenet_rn50_wmse4_100ep", "imagenet_rn50_wmse4_400ep"]
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if not p.stem.startswith("demo_")], ids=lambda p: p.stem)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_differs_from_its_recipe_in_the_listed_settings_only(name: str) -> None:
+    recipe, changes = VARIANTS[name]
+    flat, base = (flatten(load(ROOT / "configs" / f"{stem}.yaml")) for stem in (name, recipe))
+    assert {key: value for key, value in flat.items() if value != base[key]} == changes
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda p: p.stem)
 def test_a_config_has_the_settings_of_its_recipe(path: Path) -> None:
     config = load(path)
     recipe, views, epochs = path.stem.rsplit("_", 2)

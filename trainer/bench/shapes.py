@@ -59,7 +59,7 @@ def shape_of_config(config: Config, num_ranks: int) -> LossShape:
 def not_measured(config: Config) -> list[str]:
     """Describe the settings of the loss that the measurement ignores, because the authors' loop does not have them."""
     # The loop has no such options and always computes with these values.
-    loop = {"normalize": True, "eps": 0.0}
+    loop = {"normalize": True, "eps": 0.0, "whitening": "cholesky"}
     notes = []
     for name, value in dataclasses.asdict(config.wmse).items():
         if name in loop and value != loop[name]:

@@ -31,15 +31,17 @@ def wmse_loss(
     eps: float = 0.0,
     backend: str = "auto",
     cholesky_float64: bool = False,
+    whitening: str = "cholesky",
 ) -> Tensor:
     """Compute the W-MSE loss of v, a scalar in float32 (float64 if v is), inside and outside of autocast.
 
-    v: (num_views * N, k) floating, view-major; N a multiple of slice_size, slice_size > k (2k in the paper).
+    v: (num_views * N, k) floating, view-major; N a multiple of slice_size, slice_size > k (2k in the paper);
+        slice_size > 1 with whitening="standardise".
     normalize: True: squared distance of L2-normalised rows, 2 - 2 cos, in 0..4. False: squared difference of the whitened
         rows, averaged over the k elements. Both are averaged over iterations, images and pairs of views.
     permutations: (iterations, N) int64, each row a permutation of the images, the same for every view. None: drawn from
         `generator`, which is on the device of v (None: torch's default generator).
-    eps, backend, cholesky_float64: see `kernels.whitening.whiten`.
+    eps, backend, cholesky_float64, whitening: see `kernels.whitening.whiten`.
 
     If the whitening of a slice fails in any view, the images of the slice do not count in the mean of that iteration. If
     all slices fail, the loss is 0 and its gradient is zero. Raises InputError for sizes that do not fit.
@@ -55,6 +57,7 @@ def wmse_loss(
         eps=eps,
         backend=backend,
         cholesky_float64=cholesky_float64,
+        whitening=whitening,
     )[0]
 
 
@@ -70,12 +73,13 @@ def wmse_loss_with_status(
     eps: float = 0.0,
     backend: str = "auto",
     cholesky_float64: bool = False,
+    whitening: str = "cholesky",
 ) -> tuple[Tensor, WhiteningStatus]:
     """Compute `wmse_loss`, and return it with the status of every slice.
 
     The status has ok and min_pivot of shape (num_views * iterations * N / M,): by view, then iteration, then slice.
     """
-    _check(v, num_views, slice_size, iterations)
+    _check(v, num_views, slice_size, iterations, whitening)
     num_images = v.shape[0] // num_views
     if permutations is None:
         permutations = draw_permutations(iterations, num_images, v.device, generator)
@@ -89,9 +93,9 @@ def wmse_loss_with_status(
         # The fastest backend depends on number and size of the slices.
         num_slices = num_views * iterations * num_images // slice_size
         shape = (num_slices, slice_size, v.shape[1])
-        backend = choose_backend(backend, v, shape, cholesky_float64)
+        backend = choose_backend(backend, v, shape, cholesky_float64, whitening)
         if backend == "reference":
-            return _reference_loss(v, permutations, num_views, slice_size, normalize, eps, cholesky_float64)
+            return _reference_loss(v, permutations, num_views, slice_size, normalize, eps, cholesky_float64, whitening)
         loss, ok, min_pivot = FusedLoss.apply(
             v, permutations, num_views, slice_size, normalize, eps, cholesky_float64, backend
         )
@@ -106,6 +110,7 @@ def _reference_loss(
     normalize: bool,
     eps: float,
     cholesky_float64: bool,
+    whitening: str,
 ) -> tuple[Tensor, WhiteningStatus]:
     """Compute the loss by its definition, with a tensor for each pair of views and torch's gradient.
 
@@ -114,7 +119,9 @@ def _reference_loss(
     size = v.shape[1]
     permuted = v.view(num_views, -1, size)[:, permutations.flatten()]
     x = permuted.reshape(-1, slice_size, size)
-    z, status = whiten_with_status(x, eps=eps, backend="reference", cholesky_float64=cholesky_float64)
+    z, status = whiten_with_status(
+        x, whitening=whitening, eps=eps, backend="reference", cholesky_float64=cholesky_float64
+    )
     views = z.view(num_views, -1, slice_size, size)
     if normalize:
         views = torch.nn.functional.normalize(views, dim=-1)
@@ -136,7 +143,7 @@ def draw_permutations(
     return torch.stack(orders)
 
 
-def _check(v: Tensor, num_views: int, slice_size: int, iterations: int) -> None:
+def _check(v: Tensor, num_views: int, slice_size: int, iterations: int, whitening: str) -> None:
     """Raise InputError for sizes that do not fit, and warn if slices are short."""
     if v.dim() != 2 or not v.is_floating_point():
         raise InputError(f"v must be floating of shape (num_views * images, embedding), got {v.dtype} {tuple(v.shape)}")
@@ -149,7 +156,10 @@ def _check(v: Tensor, num_views: int, slice_size: int, iterations: int) -> None:
         raise InputError(
             f"v has {num_rows} rows, which num_views={num_views} does not divide: give all views of each image"
         )
-    if slice_size <= size:
+    # Standardising needs variances only.
+    if whitening == "standardise" and slice_size < 2:
+        raise InputError(f"slice_size={slice_size} has no variance; set slice_size to 2 or more")
+    if whitening != "standardise" and slice_size <= size:
         raise InputError(
             f"slice_size={slice_size} gives a singular covariance for embeddings of size {size}; "
             f"set slice_size above {size}; the paper uses {2 * size}"
@@ -163,7 +173,7 @@ def _check(v: Tensor, num_views: int, slice_size: int, iterations: int) -> None:
             f"{num_images} images cannot be cut into slices of slice_size={slice_size}; "
             f"use {' or '.join(nearest)} images, or another slice_size"
         )
-    if slice_size < 2 * size:
+    if whitening != "standardise" and slice_size < 2 * size:
         _warn_of_short_slices(slice_size, size)
 
 

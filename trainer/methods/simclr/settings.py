@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
 from trainer.methods.settings import MethodSettings
+from trainer.methods.wmse.settings import slice_problems
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -24,6 +25,14 @@ class SimCLRSettings(MethodSettings):
     """True: compare embeddings by their cosine. False: compare them by their dot product."""
     scale: float = setting(1.0, between=(1e-9, None))
     """Factor of the loss. SimCLR's code adds both directions of a pair of views, whose mean this loss is: 2 gives its value."""
+    whiten: bool = False
+    """Whiten the embeddings as W-MSE does, in slices of neighbouring images of one view, before they are compared."""
+    slice_size: int = setting(256, between=(2, None))
+    """Number of rows of one view that are whitened together (only with whiten). W-MSE uses twice the embedding size."""
+
+    def problems(self, config: Config) -> list[str]:
+        """Check that a slice has more rows than columns, and that the images divide evenly into slices."""
+        return slice_problems(config, "simclr.slice_size", self.slice_size) if self.whiten else []
 
     def indivisible_images(self, config: Config) -> int:
         """Return the global batch size, because each embedding is compared with all others."""
@@ -36,7 +45,13 @@ class SimCLRSettings(MethodSettings):
         # The negatives of an embedding are the other images in both views of a pair.
         num_pairs = views * (views - 1) // 2
         pairs = f", averaged over {num_pairs} pairs of views" if views > 2 else ""
-        return [f"contrastive loss: 1 positive and {2 * images - 2} negatives for each embedding{pairs}"]
+        lines = [f"contrastive loss: 1 positive and {2 * images - 2} negatives for each embedding{pairs}"]
+        if self.whiten:
+            slices = images // self.slice_size * views
+            lines.append(
+                f"whitening: {slices} slices of {self.slice_size} x {config.model.embedding_size} in each step"
+            )
+        return lines
 
     def method_class(self) -> Callable[..., Method]:
         """Import and return `SimCLR`."""

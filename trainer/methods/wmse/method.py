@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from kernels.whitening import WhiteningStatus
 from trainer.data.plan import slice_permutations
 from trainer.distributed.gather import gather_rows
 from trainer.distributed.ranks import ImageRange
@@ -22,21 +23,34 @@ from trainer.models.networks import EncoderProjector, build_networks
 _LOW_PIVOT = 1e-4  # slices fail near 2e-6; the demo's first steps have 0.1
 
 
+WHITENING_METRICS = MappingProxyType({"min_pivot": Metric("health", "min pivot {:.1e}", over="min")})
+
+
+def whitening_checks(num_views: int) -> tuple[str, ...]:
+    """Return the checks of a method that whitens slices of each view, whose results `views_ok` gives."""
+    return tuple(f"a slice of view {view} cannot be whitened" for view in range(num_views))
+
+
+def views_ok(status: WhiteningStatus, num_views: int) -> Tensor:
+    """Return whether all slices of each view could be whitened, (num_views,) bool. status: of slices ordered by view."""
+    return status.ok.unflatten(0, (num_views, -1)).all(1)
+
+
 class WMSE(Method):
     """W-MSE with encoder and projector. Each loss group computes the loss of the slices of its images."""
 
-    metrics = MappingProxyType({"min_pivot": Metric("health", "min pivot {:.1e}", over="min")})
+    metrics = WHITENING_METRICS
     remedy = "wmse.eps 1e-4"
 
     def __init__(self, context: MethodContext) -> None:
         self.networks = build_networks(EncoderProjector, context)
-        num_views = context.config.views.num_views
-        self.checks = tuple(f"a slice of view {view} cannot be whitened" for view in range(num_views))
+        self.checks = whitening_checks(context.config.views.num_views)
         self._config = context.config
         self._device = context.device
         self._loss_group = context.loss_group
         self._identity = torch.zeros(0, dtype=torch.int64, device=context.device)
-        self._pivot_to_warn = _LOW_PIVOT
+        # A dimension of low variance is no problem where dimensions are not decorrelated.
+        self._pivot_to_warn = _LOW_PIVOT if context.config.wmse.whitening != "standardise" else 0.0
 
     def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
         """Compute the W-MSE loss. outputs: embeddings (R, k)."""
@@ -57,10 +71,9 @@ class WMSE(Method):
             eps=settings.eps,
             backend=settings.backend,
             cholesky_float64=settings.cholesky_float64,
+            whitening=settings.whitening,
         )
-        # The check of a view fails if any of its slices could not be whitened.
-        ok = status.ok.unflatten(0, (num_views, -1)).all(1)
-        return LossOutput(loss, ok, {"min_pivot": status.min_pivot.min()}, outputs)
+        return LossOutput(loss, views_ok(status, num_views), {"min_pivot": status.min_pivot.min()}, outputs)
 
     def permutations(self, step: int, images: ImageRange) -> Tensor:
         """Return the orders in which `images` of a step are cut into slices, (I, images) int64, on the device."""

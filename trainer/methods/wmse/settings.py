@@ -18,10 +18,34 @@ if TYPE_CHECKING:
     from trainer.methods.method import Method
 
 
+def slice_problems(config: Config, key: str, size: int, is_whitened: bool = True) -> list[str]:
+    """Check that slices of `size` rows divide the images of a step, and have more rows than columns if they are whitened.
+
+    key: name of the setting that holds the size."""
+    images = config.data.images_per_step
+    k = config.model.embedding_size
+    problems = []
+    if is_whitened and size <= k:
+        problems.append(
+            f"{key} is {size} with model.embedding_size {k}: a slice needs more rows than columns, since its covariance is "
+            f"singular otherwise; set {key} above {k}, the paper uses {2 * k}"
+        )
+    # Propose the multiples of the slice size next to the given number.
+    if images % size:
+        below = max(images // size, 1) * size
+        above = math.ceil(images / size) * size
+        nearest = " or ".join(str(n) for n in sorted({below, above}))
+        problems.append(f"data.images_per_step is {images}, not a multiple of {key} {size}: set it to {nearest}")
+    return problems
+
+
 @dataclass(frozen=True)
 class WMSESettings(MethodSettings):
     """W-MSE (Ermolov et al., ICML 2021, section 3)."""
 
+    whitening: Literal["cholesky", "zca", "standardise"] = "cholesky"
+    """Transform of the rows of a slice. cholesky: the paper's whitening. zca: whitening by the symmetric inverse root of the
+    covariance. standardise: mean 0 and variance 1 of each dimension, as BatchNorm; dimensions stay correlated."""
     slice_size: int = setting(256, between=(2, None))
     """Number M of rows of one view that are whitened together. The paper uses twice the embedding size."""
     iterations: int = setting(1, between=(1, None))
@@ -37,27 +61,27 @@ class WMSESettings(MethodSettings):
     backend: Literal["auto", "reference", "torch", "triton"] = setting("auto", shapes_result=False)
     """Whitening backend, see kernels/README.md. auto: the backend that measured fastest on this kind of device."""
     cholesky_float64: bool = False
-    """Compute mean, covariance and Cholesky factor in float64, for embeddings with condition numbers above 1e5."""
+    """Compute mean, covariance and Cholesky factor in float64, for embeddings with condition numbers above 1e5. Only with
+    whitening cholesky."""
 
     def problems(self, config: Config) -> list[str]:
         """Check that a slice has more rows than columns, and that the images divide evenly into slices and blocks."""
         images = config.data.images_per_step
         size = self.slice_size
-        k = config.model.embedding_size
-        problems = []
-        if size <= k:
-            problems.append(
-                f"wmse.slice_size is {size} with model.embedding_size {k}: a slice needs more rows than columns, since "
-                f"its covariance is singular otherwise; set wmse.slice_size above {k}, the paper uses {2 * k}"
-            )
-        # Propose the multiples of the slice size next to the given number.
-        if images % size:
-            below = max(images // size, 1) * size
-            above = math.ceil(images / size) * size
-            nearest = " or ".join(str(n) for n in sorted({below, above}))
-            problems.append(
-                f"data.images_per_step is {images}, not a multiple of wmse.slice_size {size}: set it to {nearest}"
-            )
+        is_whitened = self.whitening != "standardise"
+        problems = slice_problems(config, "wmse.slice_size", size, is_whitened)
+        # Only the Cholesky whitening has Triton kernels and a factor in float64.
+        if self.whitening != "cholesky":
+            if self.backend == "triton":
+                problems.append(
+                    f"wmse.backend is triton with wmse.whitening {self.whitening}: its kernels only compute cholesky, set the "
+                    "backend to auto"
+                )
+            if self.cholesky_float64:
+                problems.append(
+                    f"wmse.cholesky_float64 is true with wmse.whitening {self.whitening}, which has no Cholesky factor: set "
+                    "it to false"
+                )
         # Blocks hold whole slices, and the images of a step whole blocks.
         if self.iterations > 1 and (self.permutation_block % size or images % self.permutation_block):
             problems.append(
@@ -74,7 +98,8 @@ class WMSESettings(MethodSettings):
         """Describe the slices of a step."""
         slices_of_view = config.data.images_per_step // self.slice_size
         slices = slices_of_view * config.views.num_views * self.iterations
-        return [f"whitening: {slices} slices of {self.slice_size} x {config.model.embedding_size} in each step"]
+        sizes = f"{slices} slices of {self.slice_size} x {config.model.embedding_size} in each step"
+        return [f"whitening ({self.whitening}): {sizes}" if self.whitening != "cholesky" else f"whitening: {sizes}"]
 
     def check_device(self, config: Config, device: torch.device) -> None:
         """Raise InputError if the whitening backend does not support these settings on this device."""
