@@ -94,6 +94,74 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # config: the recipe that i
     "stl10_rn18_wmse4_euclidean_2000ep": ("stl10_rn18_wmse4_2000ep", {"wmse.normalize": False}),
     "stl10_rn18_simclr_euclidean_2000ep": ("stl10_rn18_simclr_2000ep", DOT),
 }
+SMALL_BYOL = {"method": "byol", "model.projector": "mlp", "model.projector_batch_norm": "per_view"}
+for _name in (
+    "cifar10_rn18_{}_1000ep",
+    "cifar100_rn18_{}_1000ep",
+    "stl10_rn18_{}_2000ep",
+    "tiny_imagenet_rn18_{}_1000ep",
+):
+    VARIANTS[_name.format("byol")] = _name.format("simclr"), SMALL_BYOL
+VARIANTS["stl10_rn18_byol_euclidean_2000ep"] = "stl10_rn18_byol_2000ep", {"byol.normalize": False}
+WIDE = {"model.projector_hidden": (1024, 1024), "model.embedding_size": 1024}
+VARIANTS["cifar10_rn18_barlow_twins_1000ep"] = (
+    "cifar10_rn18_simclr_1000ep",
+    {"method": "barlow_twins", "model.projector": "barlow_twins", **WIDE},
+)
+VARIANTS["cifar10_rn18_vicreg_1000ep"] = (
+    "cifar10_rn18_simclr_1000ep",
+    {"method": "vicreg", "model.projector": "byol", **WIDE},
+)
+
+# The other methods on ImageNet, with the settings of their published code. METHODS_ON_IMAGENET lists what differs from SimCLR.
+VARIANTS["imagenet_rn50_simclr_100ep"] = "imagenet_rn50_wmse4_100ep", {
+    "method": "simclr", "views.num_views": 2, "model.activation_memory_budget": 1.0, "optimizer.learning_rate": 0.075,
+    "simclr.temperature": 0.1, "simclr.scale": 2.0}  # fmt: skip
+IMAGENET_SCALE = scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+MOCO_VIEWS = {
+    "views.crop_area": (0.2, 1.0), "views.interpolation": "bilinear", "views.brightness": 0.4, "views.contrast": 0.4,
+    "views.contrast_pivot": "gray", "views.saturation": 0.4, "views.hue": 0.1, **IMAGENET_SCALE}  # fmt: skip
+SGD = {"optimizer.name": "sgd", "optimizer.learning_rate_rule": "linear", "optimizer.warmup_epochs": 0.0}
+OF_SIMCLR = {"simclr.temperature": 0.5, "simclr.scale": 1.0}  # the defaults, which other methods do not use
+METHODS_ON_IMAGENET = {
+    "byol": {
+        "method": "byol", "views.brightness": 0.4, "views.contrast": 0.4, "views.saturation": 0.2, "views.hue": 0.1,
+        "views.blur_probability": (1.0, 0.1), "views.solarize_probability": (0.0, 0.2), **IMAGENET_SCALE,
+        "model.projector": "byol", "model.projector_hidden": (4096,), "model.embedding_size": 256,
+        "model.encoder_batch_norm": "per_view", "model.projector_batch_norm": "per_view", "byol.predictor_hidden": 4096,
+        "optimizer.rate_in_momentum": False, "optimizer.learning_rate": 0.45, "optimizer.learning_rate_rule": "linear",
+        "optimizer.weight_decay": 1e-6},
+    "moco": {
+        "method": "moco", "data.images_per_step": 256, **MOCO_VIEWS, "model.zero_init_last": False,
+        "model.projector": "moco", "model.projector_hidden": (2048,), "model.batch_norm_ranks": "local", **SGD,
+        "optimizer.learning_rate": 0.03},
+    "simsiam": {
+        "method": "simsiam", "data.images_per_step": 512, **MOCO_VIEWS, "model.projector": "simsiam",
+        "model.embedding_size": 2048, "model.encoder_batch_norm": "per_view", "model.projector_batch_norm": "per_view",
+        **SGD, "optimizer.learning_rate": 0.05},
+    "swav": {
+        "method": "swav", "views.interpolation": "bilinear", "views.contrast_pivot": "gray",
+        **scale((0.485, 0.456, 0.406), (0.228, 0.224, 0.225)), "model.zero_init_last": False, "model.projector": "mlp",
+        "model.projector_hidden": (2048,), "optimizer.name": "larc", "optimizer.learning_rate": 4.8,
+        "optimizer.start_learning_rate": 0.3, "optimizer.final_learning_rate": 0.0048,
+        "optimizer.learning_rate_rule": "fixed", "optimizer.weight_decay": 1e-6},
+}  # fmt: skip
+for _name, _changes in METHODS_ON_IMAGENET.items():
+    VARIANTS[f"imagenet_rn50_{_name}_100ep"] = "imagenet_rn50_simclr_100ep", {**_changes, **OF_SIMCLR}
+for _name in ("simclr", *METHODS_ON_IMAGENET):
+    VARIANTS[f"imagenet_rn50_{_name}_400ep"] = f"imagenet_rn50_{_name}_100ep", {"optimizer.epochs": 400}
+VARIANTS["imagenet_rn50_byol_400ep"][1]["optimizer.learning_rate"] = 0.3
+
+VARIANTS["imagenet100_rn50_moco_240ep"] = "imagenet_rn50_moco_100ep", {
+    "data.images_per_step": 128, "data.expected_images": 126689, "views.color_probability": 1.0, "views.hue": 0.4,
+    "views.blur_probability": 0.0, "model.projector_hidden": (), "moco.temperature": 0.07, "moco.queue_size": 16384,
+    "moco.batch_norm_rows": 16, "optimizer.learning_rate_rule": "fixed", "optimizer.epochs": 240,
+    "optimizer.schedule": "drops", "optimizer.drop_epochs_before_end": (120, 80, 40), "optimizer.drop_factor": 0.1,
+    "checkpoint.keep_every_epochs": 20}  # fmt: skip
+VARIANTS["imagenet100_rn50_align_uniform_200ep"] = "imagenet100_rn50_moco_240ep", {
+    "method": "align_uniform", "moco.temperature": 0.2, "moco.queue_size": 65536, "moco.batch_norm_rows": 32,
+    "align_uniform.batch_norm_rows": 16, "optimizer.epochs": 200,
+    "optimizer.drop_epochs_before_end": (80, 40)}  # fmt: skip
 PLAIN = [path for path in CONFIGS if not path.stem.startswith("demo_") and path.stem not in VARIANTS]
 
 
@@ -166,7 +234,8 @@ def test_a_config_gives_a_plan_and_a_model(path: Path) -> None:
     ):
         views = config.views.num_views if form == "per_view" else 1
         found = {getattr(m, "num_views", 1) for m in part.modules() if hasattr(m, "running_mean")}
-        assert found == (set() if is_vit and part is model.encoder else {views})
+        has_no_norm = is_vit if part is model.encoder else config.model.projector == "moco"
+        assert found == (set() if has_no_norm else {views})
     if is_vit:
         return
     last = model.encoder.layer4[-1]
