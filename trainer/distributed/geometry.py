@@ -116,7 +116,12 @@ def usable_ranks(config: Config, available: int) -> int:
 
 
 def batch_norm_images(config: Config, world_size: int) -> int:
-    """Return the number of images whose views share BatchNorm statistics: a micro-batch of one rank, or of all ranks."""
+    """Return the number of images whose views share BatchNorm statistics.
+
+    These are a micro-batch of one rank or of all ranks, or as many as the method fixes."""
+    rows = config.method_settings.rows_of_statistics()
+    if rows:
+        return rows
     images_per_rank = config.data.images_per_step // world_size
     ranks_together = world_size if config.model.batch_norm_ranks == "all" else 1
     micro_batch = images_per_rank // micro_batches(config, images_per_rank)

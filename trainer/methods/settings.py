@@ -29,6 +29,10 @@ class MethodSettings:
         each of them computes the loss of the group's images."""
         return 1
 
+    def rows_of_statistics(self) -> int:
+        """Return the number of rows of which BatchNorm takes statistics, if the method fixes it. 0: the model's settings do."""
+        return 0
+
     def plan_lines(self, config: Config) -> list[str]:
         """Describe what the method does in a step, for the log and the dry run."""
         return []

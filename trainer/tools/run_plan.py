@@ -82,6 +82,9 @@ def _size_lines(config: Config, steps_per_epoch: int) -> list[str]:
 
 def _batch_norm_line(config: Config, world_size: int) -> str:
     model = config.model
+    rows = config.method_settings.rows_of_statistics()
+    if rows:
+        return f"BatchNorm: statistics of groups of {rows} rows"
     ranks = "over all ranks" if model.batch_norm_ranks == "all" else "of each rank alone"
     return (
         f"BatchNorm: encoder {model.encoder_batch_norm}, projector {model.projector_batch_norm}, "

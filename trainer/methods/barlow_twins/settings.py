@@ -27,6 +27,11 @@ class BarlowTwinsSettings(MethodSettings):
         """Return the global batch size, because the correlation is that of all images of a step."""
         return config.data.images_per_step
 
+    def plan_lines(self, config: Config) -> list[str]:
+        """Describe the correlation."""
+        k = config.model.embedding_size
+        return [f"correlation of {k} x {k} dimensions over {config.data.images_per_step} images"]
+
     def method_class(self) -> Callable[..., Method]:
         """Import and return `BarlowTwins`."""
         from trainer.methods.barlow_twins.method import BarlowTwins

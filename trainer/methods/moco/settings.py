@@ -71,6 +71,10 @@ class QueueSettings(MethodSettings):
         """Return the number of images that are shuffled together."""
         return self.shuffle_images
 
+    def rows_of_statistics(self) -> int:
+        """Return the size of a BatchNorm group."""
+        return self.batch_norm_rows
+
     def plan_lines(self, config: Config) -> list[str]:
         """Describe the queue."""
         steps = self.queue_size / self.keys_per_step(config)

@@ -29,6 +29,11 @@ class VICRegSettings(MethodSettings):
         """Return the global batch size, because variance and covariance are those of all images of a step."""
         return config.data.images_per_step
 
+    def plan_lines(self, config: Config) -> list[str]:
+        """Describe the covariance."""
+        k = config.model.embedding_size
+        return [f"variance and covariance of {k} x {k} dimensions over {config.data.images_per_step} images"]
+
     def method_class(self) -> Callable[..., Method]:
         """Import and return `VICReg`."""
         from trainer.methods.vicreg.method import VICReg
