@@ -12,7 +12,7 @@ import torch
 from tests.conftest import TINY
 from tests.unit.test_setup import run_of
 from trainer.cli import main
-from trainer.config.schema import flatten
+from trainer.config.schema import METHODS, flatten
 from trainer.data.plan import PLAN_VERSION
 from trainer.errors import InputError, TrainingFailedError
 from trainer.metrics import MetricSums
@@ -32,8 +32,7 @@ CHANGES_RESULT = (
     "views.",
     "model.",
     "method",
-    "wmse.",
-    "simclr.",
+    *(f"{method}." for method in METHODS),
     "optimizer.",
 )
 MAY_CHANGE = (

@@ -11,21 +11,21 @@ from trainer.distributed.gather import gather_rows
 from trainer.distributed.ranks import ImageRange
 from trainer.losses.align_uniform import alignment, uniformity
 from trainer.methods.method import LossOutput, MethodContext, without_checks
-from trainer.methods.moco.method import MoCo, MoCoOutput
+from trainer.methods.moco.queue_method import QueueMethod, QueueOutput
 from trainer.metric import Metric
 
 
-class AlignUniform(MoCo):
+class AlignUniform(QueueMethod):
     """Alignment and uniformity. Every rank computes the uniformity of the queries of all ranks."""
 
     metrics = MappingProxyType({"alignment": Metric("loss"), "uniformity": Metric("loss")})
 
     def __init__(self, context: MethodContext) -> None:
         self._weights = context.config.align_uniform
+        super().__init__(context, self._weights)
         self._loss_group = context.loss_group
-        self._build(context, self._weights, symmetric=False)
 
-    def loss(self, outputs: MoCoOutput, step: int, images: ImageRange) -> LossOutput:
+    def loss(self, outputs: QueueOutput, step: int, images: ImageRange) -> LossOutput:
         """Compute the weighted sum of alignment and uniformity."""
         queries, keys = self.compare(outputs, images)
         align = alignment(queries, keys)
