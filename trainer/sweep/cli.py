@@ -88,7 +88,7 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
             if run.config.run_dir in jobs:
                 print(f"{run.name}: SLURM job {jobs[run.config.run_dir]} has it")
         free = [run for run in runs if run.config.run_dir not in jobs]
-        plan = Plan(runs, retry_failed=own.retry_failed)
+        plan = Plan(runs, jobs, retry_failed=own.retry_failed)
         if own.slurm:
             return _submit(free, plan, request, own.out)
         code = run_here(free, plan, own.jobs)

@@ -35,11 +35,15 @@ def check_runs(runs: Sequence[SweepRun], request: Request | None) -> None:
 class Plan:
     """Chooses the runs that have something left to do, and the run that measures each untrained encoder."""
 
-    def __init__(self, runs: Sequence[SweepRun], *, retry_failed: bool) -> None:
+    def __init__(self, runs: Sequence[SweepRun], active: Iterable[str] = (), *, retry_failed: bool = False) -> None:
+        """active: folders of the runs that wait or run in SLURM. retry_failed: start failed runs again."""
         self._runs = runs
         self._retry_failed = retry_failed
         # The folder of the run that measures an untrained encoder, by the key of the encoder.
         self._claims: dict[str, str] = {}
+        for run in runs:
+            if run.config.run_dir in active and "--untrained" in (read_run(run.run_dir).launch.get("command") or []):
+                self._claims[encoder_key(run.config)] = run.config.run_dir
 
     def command(self, run: SweepRun) -> list[str] | None:
         """Return the words of the `wmse` command for a run, without its settings; None if it has nothing to do."""

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.cluster.status import describe_runs
 from trainer.data.printable import printable
 from trainer.files import atomic_write, write_text
 from trainer.report.collect import Result, Run, collect_run
@@ -64,8 +63,7 @@ def write_table(runs: Sequence[SweepRun], out: Path) -> None:
 
 
 def _read(run: SweepRun, runs: Sequence[SweepRun]) -> _Seed:
-    (status,) = describe_runs([run.run_dir])
-    files = collect_run(run.run_dir, run.name, status)
+    files = collect_run(run.run_dir, run.name, {"problems": []})
     # The settings of a SLURM job come from a copy, so the sweep knows better which recipe the row names.
     files = replace(files, sources=run.sources)
     end = end_of(run.config)
