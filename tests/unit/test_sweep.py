@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY
 from trainer.cli import main
+from trainer.cluster.runs import find_runs
 from trainer.config.loading import load_config
 from trainer.report.plots import Band, draw_bands
 from trainer.run.folder import lock_run_folder
@@ -392,7 +393,8 @@ def test_on_slurm_each_run_is_a_task_of_one_array(
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert f"submitted job 77_0: {out}/a/seed_0\nsubmitted job 77_1: {out}/b/seed_0\n" in shown
-    assert f"`wmse status {out}/*`" in shown
+    assert f"`wmse status {out}`" in shown
+    assert find_runs([out]) == [out / "a" / "seed_0", out / "b" / "seed_0"], "wmse status does not find the runs"
     assert re.search(r"--array=0-1%", (tmp_path / "script").read_text())
     record = json.loads((out / "b" / "seed_0" / "launch.json").read_text())
     # The first run of an encoder also measures it untrained.

@@ -134,7 +134,7 @@ def _submit(runs: Sequence[SweepRun], plan: Plan, request: Request, out: Path) -
         [command for _, command in due],
     )
     print(
-        f"output of the jobs: {folder / 'slurm'}; `wmse status {out}/*` shows their progress, and this command with --table "
+        f"output of the jobs: {folder / 'slurm'}; `wmse status {out}` shows their progress, and this command with --table "
         "instead of --slurm and its options the table. Give the command again to submit what was lost"
     )
     return DONE

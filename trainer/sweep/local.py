@@ -46,20 +46,32 @@ class _Sweep:
 
     def run(self) -> bool:
         """Start and watch all runs. Returns whether a signal has ended the sweep."""
-        with self._forwarded_signals(), ExitStack() as stack:
-            stack.callback(self._kill)
-            while (self._waiting and not self._stopped) or any(self._places):
-                for place, active in enumerate(self._places):
-                    if active and active.process.poll() is not None:
-                        self._report(active)
-                        self._places[place] = None
-                    if not self._places[place] and not self._stopped:
-                        started = self._places[place] = self._start_next(place)
-                        # A signal that came during the start has not reached the new process.
-                        if started and self._stopped:
-                            started.process.terminate()
-                time.sleep(_LOOK_SECONDS)
+        with self._forwarded_signals():
+            try:
+                while (self._waiting and not self._stopped) or any(self._places):
+                    for place in range(len(self._places)):
+                        self._look_at(place)
+                    time.sleep(_LOOK_SECONDS)
+            finally:
+                # Leave no process behind, whatever ends the sweep.
+                for active in self._places:
+                    if active:
+                        active.process.kill()
+                        active.process.wait()
         return self._stopped
+
+    def _look_at(self, place: int) -> None:
+        """Report the run of this place if it has ended, and start the next one if the place is free."""
+        active = self._places[place]
+        if active and active.process.poll() is not None:
+            self._report(active)
+            active = self._places[place] = None
+        if active or self._stopped:
+            return
+        started = self._places[place] = self._start_next(place)
+        # A signal that came during the start has not reached the new process.
+        if started and self._stopped:
+            started.process.terminate()
 
     def _start_next(self, place: int) -> _Active | None:
         """Start the next run that has something left to do; None without one."""
@@ -129,13 +141,6 @@ class _Sweep:
         finally:
             for number, old in before.items():
                 signal.signal(number, old)
-
-    def _kill(self) -> None:
-        """Leave no process behind, whatever ends the sweep."""
-        for active in self._places:
-            if active:
-                active.process.kill()
-                active.process.wait()
 
 
 def run_here(runs: Sequence[SweepRun], plan: Plan, jobs: int) -> int:

@@ -17,6 +17,7 @@ def check_runs(runs: Sequence[SweepRun], request: Request | None) -> None:
 
     request: None: only compare the settings with those of the run that the folder holds."""
     problems = []
+    warnings: dict[str, None] = {}
     for run in runs:
         try:
             refuse_other_settings(run.config, run.run_dir)
@@ -24,12 +25,13 @@ def check_runs(runs: Sequence[SweepRun], request: Request | None) -> None:
         except InputError as error:
             problems.append(f"  - {run.name}: {error}".replace("\n", "\n    "))
             continue
-        for line in lines:
-            if line.startswith("warning: "):
-                print(f"{run.name}: {line}")
+        # The seeds of a row have the same warnings.
+        warnings |= dict.fromkeys(f"row {run.row}: {line}" for line in lines if line.startswith("warning: "))
     if problems:
         listed = "\n".join(problems)
         raise InputError(f"{len(problems)} run(s) do not fit their settings, their data or their folder:\n{listed}")
+    for line in warnings:
+        print(line)
 
 
 class Plan:
