@@ -16,11 +16,12 @@ import pytest
 from tests.conftest import ROOT, TINY
 from trainer.cli import main
 from trainer.cluster.runs import find_runs
-from trainer.config.loading import load_config
+from trainer.config.loading import load_config, save_config
 from trainer.report.plots import Band, draw_bands
 from trainer.run.folder import lock_run_folder
 from trainer.sweep.definition import SweepRun, read_sweep
 from trainer.sweep.progress import end_of, is_trained
+from trainer.sweep.task import run_task
 
 RECIPE = "cifar10_rn18_wmse2_1000ep"  # the paper has a figure for a config of this name
 Sweep = Callable[..., int]
@@ -414,10 +415,10 @@ def test_a_preempted_task_asks_to_be_started_again(
 ) -> None:
     """The evaluation would take the time that is left before the job is killed."""
     (tmp_path / "tiny.yaml").write_text(TINY)
-    commands = []
+    commands: list[Sequence[str]] = []
+    (tmp_path / "run").mkdir()
+    save_config(load_config(tmp_path / "tiny.yaml", []), tmp_path / "run" / "config.yaml")
     monkeypatch.setattr("trainer.cli.COMMANDS", {"pretrain": lambda words: 75, "evaluate": commands.append})
-    from trainer.sweep.task import run_task
-
     words = ["--run_dir", str(tmp_path / "run"), "--data.root", str(tiny_set)]
     assert run_task(tmp_path / "tiny.yaml", words, untrained=True) == 75
     assert commands == []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cluster.site import Site, load_site, split_site_words
-from trainer.errors import DONE, InputError
+from trainer.errors import DONE, FAILED, PREEMPTED, InputError
 
 if TYPE_CHECKING:
     from trainer.cluster.launch_checks import Request
@@ -65,6 +65,7 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
     from trainer.sweep.definition import read_sweep
     from trainer.sweep.local import run_here
     from trainer.sweep.plan import Plan, active_jobs, check_runs
+    from trainer.sweep.progress import end_of
     from trainer.sweep.table import write_table
 
     runs = read_sweep(file, own.config or [], own.seeds, settings, own.out)
@@ -91,9 +92,11 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
         plan = Plan(runs, jobs, retry_failed=own.retry_failed)
         if own.slurm:
             return _submit(free, plan, request, own.out)
-        code = run_here(free, plan, own.jobs)
+        is_stopped = run_here(free, plan, own.jobs)
         write_table(runs, own.out)
-        return code
+    if is_stopped:
+        return PREEMPTED
+    return FAILED if any(end_of(run.config) for run in runs) else DONE
 
 
 def _check_options(file: Path | None, own: argparse.Namespace, site_words: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import IO
 
 from trainer.cluster.local import start
-from trainer.errors import DONE, FAILED, PREEMPTED
 from trainer.run.signals import STOP_SIGNALS
 from trainer.sweep.definition import SweepRun
 from trainer.sweep.plan import Plan
@@ -143,11 +142,9 @@ class _Sweep:
                 signal.signal(number, old)
 
 
-def run_here(runs: Sequence[SweepRun], plan: Plan, jobs: int) -> int:
-    """Run the sweep, `jobs` runs at a time. Returns DONE if all runs are finished, PREEMPTED after a signal, else FAILED."""
-    if _Sweep(runs, plan, jobs).run():
-        return PREEMPTED
-    return FAILED if any(end_of(run.config) for run in runs) else DONE
+def run_here(runs: Sequence[SweepRun], plan: Plan, jobs: int) -> bool:
+    """Run what is left to do for the runs, `jobs` at a time. Returns whether a signal has ended the sweep."""
+    return _Sweep(runs, plan, jobs).run()
 
 
 def _share(jobs: int) -> int:
