@@ -202,6 +202,18 @@ def launch(words: Words) -> int:
     return run_launch(own, rest)
 
 
+def sweep(words: Words) -> int:
+    """Train and evaluate a table of experiments, here or on SLURM, and write it with mean and spread over seeds."""
+    from trainer.sweep.cli import add_sweep_arguments, run_sweep
+
+    parser = _parser(sweep)
+    add_sweep_arguments(parser)
+    has_file = bool(words) and not words[0].startswith("-")
+    file = Path(words[0]) if has_file else None
+    own, rest = _parse_with_settings(parser, words[1:] if has_file else words)
+    return run_sweep(file, own, rest)
+
+
 def stop(words: Words) -> int:
     """Save a checkpoint of a run, and stop it for good. It is not requeued."""
     parser = _parser(stop)
@@ -352,6 +364,7 @@ def demo(words: Words) -> int:
 COMMANDS: dict[str, Callable[[Words], int]] = {
     "pretrain": pretrain,
     "launch": launch,
+    "sweep": sweep,
     "stop": stop,
     "probe": probe,
     "knn": knn,

@@ -17,6 +17,16 @@ class TrainingFailedError(RuntimeError):
     """Training that cannot continue. The last good checkpoint stays; the command logs the message and exits with FAILED."""
 
 
+class DivergedError(TrainingFailedError):
+    """Training in which too many updates in a row could not be made."""
+
+    def __init__(self, message: str, step: int, reason: str) -> None:
+        """step: the first of the updates that were skipped. reason: why the last one was."""
+        super().__init__(message)
+        self.step = step
+        self.reason = reason
+
+
 def exit_code_of(error: BaseException) -> int:
     """Return BAD_INPUT if the user can fix the error (bad input, a file that cannot be read or written), else FAILED."""
     names_file = isinstance(error, OSError) and error.filename is not None

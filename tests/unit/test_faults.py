@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.distributed.ranks import Ranks
-from trainer.errors import TrainingFailedError
+from trainer.errors import DivergedError
 from trainer.run.faults import CollapseWatch, FaultCounter, describe_fault, fault_code, fault_codes
 
 D, W = 3, 2  # views, ranks
@@ -63,8 +63,10 @@ def test_too_many_consecutive_failures_end_the_run(caplog: pytest.LogCaptureFixt
         counter.count(step, fault)
     assert [record.getMessage()[-12:] for record in caplog.records] == ["(1 in a row)", "(2 in a row)"] * 2
     message = r"skipped 3 updates in a row .*, the last in step 5: rank 1: a slice of view 2"
-    with pytest.raises(TrainingFailedError, match=message):
+    with pytest.raises(DivergedError, match=message) as ended:
         counter.count(5, code(1, (8,)))
+    assert ended.value.step == 3, "the first of the skipped updates"
+    assert ended.value.reason.startswith("rank 1: a slice of view 2")
 
 
 def test_an_fp16_overflow_reports_the_halved_loss_scale(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -45,14 +46,16 @@ def launch(request: Request, cluster: str, *, dry_run: bool) -> int:
     if dry_run:
         _print_scripts(configs, nodes, request)
     else:
-        _submit(configs, nodes, request)
+        folder = _common_folder(configs)
+        submit_runs(configs, nodes, request, folder, [["pretrain"]] * len(configs))
+        print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows their progress")
     return DONE
 
 
 def _print_scripts(configs: list[Config], nodes: tuple[int, int], request: Request) -> None:
     """Print the batch scripts of the runs and of their evaluators."""
     folder = _common_folder(configs)
-    parameters = _parameters(configs, nodes, request, folder / "code")
+    parameters = _parameters(folder, nodes, request, folder / "code")
     print(batch_script(folder / "slurm", parameters, len(configs)))
     if not request.with_evaluator:
         return
@@ -89,29 +92,38 @@ def _common_folder(configs: list[Config]) -> Path:
     return first if len(configs) == 1 else first.parent
 
 
-def _parameters(configs: list[Config], nodes: tuple[int, int], request: Request, code: Path) -> dict[str, Any]:
+def _parameters(folder: Path, nodes: tuple[int, int], request: Request, code: Path) -> dict[str, Any]:
     return job_parameters(
         request.site,
-        name=_common_folder(configs).name,
+        name=folder.name,
         nodes=nodes,
         tasks_per_node=request.ranks_per_node,
         code=code,
     )
 
 
-def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> None:
-    """Snapshot the code, and submit the runs as one job or array, with their evaluators."""
-    folder = _common_folder(configs)
+def submit_runs(
+    configs: Sequence[Config],
+    nodes: tuple[int, int],
+    request: Request,
+    folder: Path,
+    commands: Sequence[Sequence[str]],
+) -> None:
+    """Snapshot the code, and submit the runs as one job or array, with their evaluators.
+
+    folder: for code, submitit's files and the jobs' output. commands: words of the `wmse` command of each run, to which its
+    settings are added."""
     code = new_code_folder(folder / "code")
     # Check the options of all jobs before anything is written or submitted.
-    parameters = _parameters(configs, nodes, request, code)
+    parameters = _parameters(folder, nodes, request, code)
     _evaluator_parameters(folder, "JOB", request, code)
     # Remember what a failed launch has to restore, and which runs an earlier evaluator still follows.
     before = [read_run(open_run_folder(config.run_dir)).state for config in configs]
     followers = {config.run_dir: _active_evaluator(Path(config.run_dir)) for config in configs}
     try:
         take_snapshot(code)
-        commands = [["pretrain", "--config", str(save_settings(config, code))] for config in configs]
+        settings = [str(save_settings(config, code)) for config in configs]
+        commands = [[*words, "--config", file] for words, file in zip(commands, settings, strict=True)]
         # Mark the runs before they are submitted: a job may start at once and write its state.
         for config in configs:
             mark_run(Path(config.run_dir), "queued")
@@ -141,7 +153,6 @@ def _submit(configs: list[Config], nodes: tuple[int, int], request: Request) -> 
             record["evaluator_job_id"] = evaluator_id
             _write_record(run_dir, record, request)
             print(f"submitted job {evaluator_id}: the evaluator of this run")
-    print(f"output of the jobs: {folder / 'slurm'}; `wmse status {folder}` shows their progress")
 
 
 def _restore_state(run_dir: Path, state: dict[str, Any]) -> None:

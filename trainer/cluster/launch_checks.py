@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from trainer.cluster.jobs import NO_ANSWER, find_job
@@ -13,7 +14,7 @@ from trainer.cluster.site import Site
 from trainer.cluster.snapshot import PACKAGES
 from trainer.config.changes import changed_settings, plain_settings, refuse_changes
 from trainer.config.loading import KEYS, load_config
-from trainer.config.schema import Config
+from trainer.config.schema import Config, DataConfig
 from trainer.data.index import open_images
 from trainer.distributed.geometry import batch_norm_images, indivisible_images, micro_batches, usable_ranks
 from trainer.errors import InputError
@@ -43,7 +44,7 @@ class Request:
 def read_configs(request: Request) -> list[Config]:
     """Load the settings of every run, with absolute paths. Each run of an array has a folder below run_dir."""
     if not request.array:
-        return [_absolute(load_config(request.config, request.settings))]
+        return [absolute(load_config(request.config, request.settings))]
     key, equals, listed = request.array.partition("=")
     values = [value for value in listed.split(",") if value]
     # run_dir is the common folder, in which each run gets a folder of its value.
@@ -63,7 +64,7 @@ def read_configs(request: Request) -> list[Config]:
             config = load_config(request.config, [*request.settings, f"--{key}={value}"])
             name = value.replace("/", "_")
         short_key = key.rpartition(".")[2]
-        configs.append(_absolute(config, f"{short_key}-{name}"))
+        configs.append(absolute(config, f"{short_key}-{name}"))
     if len({config.run_dir for config in configs}) < len(configs):
         raise InputError(
             f"--array is {request.array!r}: two values would share a run folder, give the files different names"
@@ -71,7 +72,7 @@ def read_configs(request: Request) -> list[Config]:
     return configs
 
 
-def _absolute(config: Config, subfolder: str = "") -> Config:
+def absolute(config: Config, subfolder: str = "") -> Config:
     """Make the paths absolute, since the job starts in another working directory.
 
     subfolder: folder of the run in run_dir."""
@@ -112,6 +113,14 @@ def fit_to_nodes(config: Config, nodes: tuple[int, int], ranks_per_node: int) ->
 
 def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
     """Check a run and print a summary. Raises InputError if it cannot train."""
+    lines = describe_run(config, nodes, request)
+    _refuse_active(Path(config.run_dir))
+    print(f"run {config.run_dir}")
+    print("\n".join(f"  {line}" for line in lines))
+
+
+def describe_run(config: Config, nodes: tuple[int, int], request: Request) -> list[str]:
+    """Describe the plan of a run, with its warnings. Raises InputError if the run cannot train in its folder."""
     run_dir = Path(config.run_dir)
     if not config.run_dir.isprintable() or "%" in config.run_dir:
         raise InputError(
@@ -121,9 +130,8 @@ def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
     if any(run_dir.is_relative_to(package) for package in PACKAGES):
         raise InputError(f"run_dir {run_dir} is inside the code of this program: use a folder elsewhere")
     if os.path.isdir(run_dir):
-        _check_folder(config, run_dir)
+        refuse_other_settings(config, run_dir)
     num_images = _count_images(config, request)
-    print(f"run {run_dir}")
     least, most = nodes
     ranks_per_node = request.ranks_per_node
     if least == most:
@@ -132,19 +140,17 @@ def check_run(config: Config, nodes: tuple[int, int], request: Request) -> None:
         lines = _range_lines(config, least, most, ranks_per_node)
         lines.append(f"on {most} node(s):")
         lines += plan_lines(config, num_images, usable_ranks(config, most * ranks_per_node))
-    lines += [f"warning: {line}" for line in plan_warnings(config, num_images)]
-    print("\n".join(f"  {line}" for line in lines))
+    return lines + [f"warning: {line}" for line in plan_warnings(config, num_images)]
 
 
 def _count_images(config: Config, request: Request) -> int:
     """Return the number of training images. Raises InputError if the data set cannot be used."""
     data = config.data
     if not request.data_on_nodes:
-        num_images = len(open_images(data, data.train_split, progress=True))
         # The evaluator also needs the test split: report an error now rather than in its job.
         if request.with_evaluator:
-            open_images(data, data.test_split, progress=True)
-        return num_images
+            _images_in(data, data.test_split)
+        return _images_in(data, data.train_split)
     if not data.expected_images:
         raise InputError(
             "--data_on_nodes: set data.expected_images, since the images cannot be counted on this machine"
@@ -152,8 +158,14 @@ def _count_images(config: Config, request: Request) -> int:
     return data.expected_images
 
 
-def _check_folder(config: Config, run_dir: Path) -> None:
-    """Raise InputError if a run is active in the folder, or if the run in it has other settings."""
+@cache
+def _images_in(data: DataConfig, split: str) -> int:
+    """Return the number of images in a split. Several runs of one command open it once."""
+    return len(open_images(data, split, progress=True))
+
+
+def _refuse_active(run_dir: Path) -> None:
+    """Raise InputError if a run is active in the folder."""
     run = read_run(run_dir)
     job = find_job(run.job_id)
     # If SLURM does not answer, believe the state of a run that has ended.
@@ -168,6 +180,10 @@ def _check_folder(config: Config, run_dir: Path) -> None:
         raise InputError(
             f"{run_dir} is in use by {holder}: end it with `wmse stop {run_dir}`, or use another --run_dir"
         )
+
+
+def refuse_other_settings(config: Config, run_dir: Path) -> None:
+    """Raise InputError if the run in the folder has other settings."""
     # Without a checkpoint the run starts again, with any settings.
     saved = run_dir / "config.yaml"
     if newest_step(run_dir) and saved.exists() and not config.allow_changes:

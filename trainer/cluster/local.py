@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import IO
 
 from trainer.errors import DONE, PREEMPTED
 from trainer.run.signals import STOP_SIGNALS
@@ -21,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 def run_local(words: Sequence[str], ranks: int) -> int:
     """Run `wmse WORDS` in `ranks` processes until all have ended. Returns the exit code of the first failure, else 0."""
     launch = f"{os.getpid()}.{time.time_ns()}"
-    processes = [_start(words, _environment(rank, ranks, launch)) for rank in range(ranks)]
+    processes = [start(words, _environment(rank, ranks, launch)) for rank in range(ranks)]
 
     def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
@@ -40,10 +41,18 @@ def run_local(words: Sequence[str], ranks: int) -> int:
             signal.signal(number, old)
 
 
-def _start(words: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+def start(words: Sequence[str], env: dict[str, str], output: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
+    """Start `wmse WORDS` as a process that ends with this one.
+
+    output: file or descriptor for stdout and stderr; None: those of this process."""
     # In a new session the ranks get a terminal's Ctrl-C only once, from this process.
     return subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words], env=env, start_new_session=True, preexec_fn=_die_with_parent
+        [sys.executable, "-m", "trainer", *words],
+        env=env,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
     )
 
 

@@ -167,12 +167,12 @@ def newest_evaluation(run_dir: Path, problems: list[str]) -> dict[str, Any] | No
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """Return the run folders among `folders`. A folder that is not a run stands for the runs in it.
+    """Return the run folders among `folders`. A folder that is not a run stands for the runs in it, or one level below.
 
     Raises InputError for a folder that is missing or holds no run."""
     found: dict[Path, None] = {}
     for folder in folders:
-        runs = _runs_in(folder)
+        runs = _runs_in(folder) or _runs_below(folder)
         if not runs:
             problem = "holds no run" if folder.is_dir() else "is not a folder"
             raise InputError(f"{folder} {problem}: give run folders, or a folder of run folders")
@@ -182,10 +182,15 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 def find_all_runs(folder: Path) -> list[Path]:
     """Return every run folder in `folder` and one level below. Raises InputError if it holds no run."""
-    runs = [run for child in _folders(folder) for run in _runs_in(child)]
+    runs = _runs_below(folder)
     if not runs:
         raise InputError(f"./{folder} holds no run: give run folders, or a folder of run folders")
     return runs
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Return the runs in the folders in `folder`, such as those of a sweep."""
+    return [run for child in _folders(folder) for run in _runs_in(child)]
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -33,6 +33,8 @@ def take_snapshot(code: Path) -> None:
 
 def save_settings(config: Config, folder: Path) -> Path:
     """Write the resolved settings of one run into `folder`. Returns the path of the file."""
-    path = folder / f"launch-{Path(config.run_dir).name}.yaml"
+    # Runs of several folders may have the same name, such as seed_0.
+    name = "-".join(Path(config.run_dir).parts[-2:])
+    path = folder / f"launch-{name}.yaml"
     save_config(config, path)
     return path

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,9 +88,7 @@ def load_settings(
     words += _override_words(overrides, problems)
 
     # Convert them to their types, and check them together.
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    add_config_arguments(parser)
-    flat = _typed(parser, words, problems)
+    flat = _typed(_parser(), words, problems)
     if not problems:
         config = _build(flat)
         problems = check(config, method=check_method)
@@ -101,19 +100,29 @@ def load_settings(
     return Settings(config, given | others)
 
 
-def find_config(path: Path) -> Path:
+@cache
+def _parser() -> ArgumentParser:
+    """Return the parser of all settings. It takes longer to build than to use, and a sweep loads many configs."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add_config_arguments(parser)
+    return parser
+
+
+def find_config(path: Path, kind: str = "recipe") -> Path:
     """Return the file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`.
 
-    Raises InputError if neither exists."""
-    # The name of a recipe has neither suffix nor folder. Anything else is a file, and reading reports it if it is missing.
+    kind: "recipe", or "sweep" for a file in configs/sweeps. Raises InputError if neither exists."""
+    # Such a name has neither suffix nor folder. Anything else is a file, and reading reports it if it is missing.
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     recipes = shipped_folder("configs")
+    if kind == "sweep":
+        recipes = recipes / "sweeps"
     recipe = recipes / f"{path}.yaml"
     if not recipe.exists():
         names = sorted(file.stem for file in recipes.glob("*.yaml"))
         hint = closest(str(path), names) or f": choose one of {', '.join(names)}"
-        raise InputError(f"{path} is neither a config file nor the name of a recipe{hint}")
+        raise InputError(f"{path} is neither a file nor the name of a {kind}{hint}")
     return recipe
 
 
@@ -156,7 +165,7 @@ def _file_words(path: Path, problems: list[str]) -> list[_Word]:
     """Read the settings of a file as words, so that they are converted like those of the command line."""
     own_problems: list[str] = []
     tree = read_yaml(path)
-    words = [_Word(key, text, str(path)) for key, text in _words_of(tree, "", own_problems)]
+    words = [_Word(key, text, str(path)) for key, text in flat_settings(tree, own_problems)]
     # YAML refuses two equal keys, but not a setting in its section and once more as a dotted key.
     keys = [word.key for word in words]
     twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -165,15 +174,15 @@ def _file_words(path: Path, problems: list[str]) -> list[_Word]:
     return words
 
 
-def _words_of(tree: dict[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the text of each setting in a tree of sections."""
+def flat_settings(tree: dict[Any, Any], problems: list[str], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the text of each setting in a tree of sections. Anything else becomes a problem."""
     # Each value is a section, a setting, or a problem.
     for key, value in tree.items():
         name = f"{prefix}{key}"
         beginning = f"{name}."
         is_section = any(known.startswith(beginning) for known in (*KEYS, *ALIASES))
         if is_section and isinstance(value, dict):
-            yield from _words_of(value, f"{name}.", problems)
+            yield from flat_settings(value, problems, f"{name}.")
         elif is_section and value is not None:
             problems.append(f"{name} is a section, not a setting: give {name}.KEY, not {value!r}")
         elif ALIASES.get(name, name) not in KEYS:

@@ -134,7 +134,7 @@ def collect_run(folder: Path, name: str, status: dict[str, Any]) -> Run:
         config=config,
         sources=sources,
         lines=lines,
-        results=_read_results(folder / "eval", steps_per_epoch, problems),
+        results=read_results(folder / "eval", steps_per_epoch, problems),
         log=_read_log(folder / "log.txt", problems),
         problems=problems,
     )
@@ -202,7 +202,7 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _read_results(folder: Path, steps_per_epoch: float | None, problems: list[str]) -> list[Result]:
+def read_results(folder: Path, steps_per_epoch: float | None, problems: list[str]) -> list[Result]:
     """Read all results: checkpoints in the order of their steps, then the baselines; each in the order of `PROTOCOLS`."""
     found = []
     for path in sorted(folder.glob("*.json")):

@@ -1,13 +1,16 @@
-"""Draw plots as SVG, all in the same style. Texts in them are data: names of classes are never read as formulas."""
+"""Draw plots as SVG, those of `draw_bands` as PNG, all in the same style.
+
+Texts in them are data: names of classes are never read as formulas."""
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -38,6 +41,17 @@ class Curve:
 
     x: Sequence[float]
     y: Sequence[float]
+    color: str
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean of several runs, with their spread above and below it; NaN: no spread is known."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    spread: Sequence[float]
     color: str
 
 
@@ -104,6 +118,24 @@ def draw_curves(
             labels += [Level(level.y, f"{level.label} {level.y:.4g}", level.color) for level in levels]
             _label_levels(axes, labels)
         return _svg(figure)
+
+
+def draw_bands(plots: Mapping[str, Sequence[Band]], xlabel: str) -> bytes:
+    """Draw plots side by side, and return the PNG file. plots: the bands of each plot, by the label of its y axis."""
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.2 * len(plots), 3.6), layout="constrained")
+        drawn = figure.subplots(1, len(plots), squeeze=False)[0]
+        for axes, (ylabel, bands) in zip(drawn, plots.items(), strict=True):
+            axes.set(xlabel=xlabel, ylabel=ylabel)
+            for band in bands:
+                y = np.array(band.y)
+                spread = np.array(band.spread)
+                axes.plot(band.x, y, marker="o", markersize=3, color=band.color, label=_short(band.label))
+                axes.fill_between(band.x, y - spread, y + spread, color=band.color, alpha=0.2, linewidth=0)
+            axes.legend(fontsize=7, frameon=False)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=150)
+        return file.getvalue()
 
 
 def _label_levels(axes: Axes, levels: Sequence[Level]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.ranks import Ranks
-from trainer.errors import TrainingFailedError
+from trainer.errors import DivergedError
 
 GRADIENT_FAULT = 1  # code of a gradient that is not finite although the losses are finite and all checks passed
 _log = logging.getLogger(__name__)
@@ -92,16 +92,21 @@ class FaultCounter:
         self._scales_loss = scales_loss
         self._remedy = remedy
         self.consecutive = 0
+        self._first_step = 0
+        self._reason = ""
         self._made_progress = False
 
     def count(self, step: int, code: int) -> None:
-        """Count the fault code of one step. Raises TrainingFailedError if too many consecutive updates were skipped."""
+        """Count the fault code of one step. Raises DivergedError if too many consecutive updates were skipped."""
         if not code:
             self.consecutive = 0
             self._made_progress = True
             return
+        if not self.consecutive:
+            self._first_step = step
         self.consecutive += 1
         what = describe_fault(code, self._checks, self._ranks.world_size, self._group_size)
+        self._reason = what
         if self._scales_loss and code == GRADIENT_FAULT:
             what += " (fp16: the loss scale was halved)"
             # The first fp16 steps search for the loss scale, and the checkpoint keeps it: that is progress.
@@ -109,17 +114,21 @@ class FaultCounter:
         if self._ranks.is_first:
             _log.warning("step %d: %s; all ranks skipped the update (%d in a row)", step, what, self.consecutive)
         if self.consecutive > self._max_consecutive:
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"the run skipped {self.consecutive} updates in a row (max_skipped_steps is {self._max_consecutive}), the last "
-                f"in step {step}: {what}. {self._advice()}; the last good checkpoint is untouched"
+                f"in step {step}: {what}. {self._advice()}; the last good checkpoint is untouched",
+                self._first_step,
+                self._reason,
             )
 
     def check_progress(self) -> None:
-        """Raise TrainingFailedError if steps were counted and the update of every one was skipped."""
+        """Raise DivergedError if steps were counted and the update of every one was skipped."""
         if self.consecutive and not self._made_progress:
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"the run skipped all {self.consecutive} updates: the model has learnt nothing and is not saved. "
-                f"{self._advice()}"
+                f"{self._advice()}",
+                self._first_step,
+                self._reason,
             )
 
     def _advice(self) -> str:

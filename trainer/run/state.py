@@ -19,7 +19,7 @@ from typing import Any
 
 from trainer.cluster.runs import read_run, whole
 from trainer.distributed.ranks import Ranks
-from trainer.errors import DONE, FAILED, PREEMPTED, InputError, TrainingFailedError, exit_code_of
+from trainer.errors import DONE, FAILED, PREEMPTED, DivergedError, InputError, TrainingFailedError, exit_code_of
 from trainer.files import write_text
 from trainer.run.checkpoint_files import newest_step
 from trainer.run.folder import lock_run_folder
@@ -155,7 +155,9 @@ class RunState:
         if not self._fields:
             return
         message = " ".join(str(error).split())[:_MESSAGE_LENGTH] or type(error).__name__
-        self.ended("failed", exit_code_of(error), message=message)
+        # A table of several runs tells a run that diverged from one that failed for another reason.
+        diverged = {"step": error.step, "reason": error.reason} if isinstance(error, DivergedError) else None
+        self.ended("failed", exit_code_of(error), message=message, diverged=diverged)
         # The saver may have finished a checkpoint since the first call.
         if self._fields["status"] == "failed":
             self.write(step=newest_step(self._run_dir))
@@ -238,7 +240,7 @@ def mark_run(run_dir: Path, status: str, exit_code: int | None = None) -> None:
     Raises OSError if the file cannot be written."""
     kept = {"step": 0, "starts": 0, **read_run(run_dir).state}
     # These keys describe the start before this one.
-    old_start = ("host", "pid", "job", "message", "doing", "images_per_s")
+    old_start = ("host", "pid", "job", "message", "diverged", "doing", "images_per_s")
     state = {key: value for key, value in kept.items() if key not in old_start}
     state |= {"status": status, "exit_code": exit_code, "heartbeat": round(time.time(), 3)}
     write_text(run_dir / "state.json", json.dumps(state) + "\n")

@@ -1,0 +1,201 @@
+"""Read the definition of a sweep, and list its runs with their checked settings (docs/sweep.md). Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config.loading import COMMAND_LINE, Settings, find_config, flat_settings, load_settings
+from trainer.config.names import closest
+from trainer.config.schema import Config
+from trainer.config.yaml_values import read_yaml
+from trainer.errors import InputError
+
+_KEYS = {"config": str, "seeds": list, "settings": dict, "protocols": list, "rows": dict, "vary": dict}
+_WANTED = {str: "a text", list: "a list such as [a, b]", dict: "a mapping, with `key: value` on each line"}
+# Each run has its own value of these, and the table its own way to give them.
+_OWN = {"run_dir": "--out DIR is the folder of all runs", "seed": "give `seeds`, or --seeds 0,1,2"}
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep: a row with a seed."""
+
+    row: str
+    seed: int
+    file: Path
+    """The row's config file."""
+    words: tuple[str, ...]
+    """Settings of the command line, which override those of the file."""
+    config: Config
+    """All settings, with the run's folder."""
+    sources: dict[str, str]
+    """The source of each setting by dotted name, as from `load_settings`."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.config.run_dir)
+
+    @property
+    def name(self) -> str:
+        """Name of the run for people."""
+        return f"{self.row}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    file: Path
+    words: list[str]
+
+
+def read_sweep(
+    file: Path | None, configs: Sequence[Path], seeds: str, settings: Sequence[str], out: Path
+) -> list[SweepRun]:
+    """List the runs of a sweep, row by row.
+
+    file: the definition, or the name of one in configs/sweeps; None: each of `configs` is a row. seeds: as 0,1,2, which replace
+    those of the file; empty: those of the file, or seed 0. settings: words of the command line, which override all others.
+
+    Raises InputError that lists all problems of all rows."""
+    tree = _read_tree(file, configs)
+    problems = [f"unknown key {key}{closest(str(key), _KEYS) or _known()}" for key in tree if key not in _KEYS]
+    for key, kind in _KEYS.items():
+        if not isinstance(tree.get(key, kind()), kind):
+            problems.append(f"{key} is {tree[key]!r}: give {_WANTED[kind]}")
+            del tree[key]
+    numbers = _seeds(seeds.split(",") if seeds else tree.get("seeds", ["0"]), problems)
+    rows = list(_rows(tree, problems))
+    if not rows:
+        problems.append("there are no rows: give `rows` in the file, or --config once for each row")
+    problems += [f"command line: {_OWN[key]}, not --{key}" for key in _OWN if _gives(settings, key)]
+    _check_names(rows, problems)
+
+    # Check the settings of all rows before any run starts. The seed does not matter for the checks.
+    loaded: list[tuple[_Row, Settings]] = []
+    for row in rows if not problems else []:
+        row.words.extend(settings)
+        try:
+            loaded.append((row, load_settings(find_config(row.file), row.words)))
+        except InputError as error:
+            problems.append(f"row {row.name}: {error}".replace("\n", "\n  "))
+    problems += _equal_rows(loaded)
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise InputError(f"{len(problems)} problem(s) with the sweep {file or 'of these configs'}:\n{listed}")
+    return [_run(row, seed, found, out) for row, found in loaded for seed in numbers]
+
+
+def _read_tree(file: Path | None, configs: Sequence[Path]) -> dict[Any, Any]:
+    """Return the definition as a tree of texts. Without a file, each config is a row with the name of the file."""
+    if file is not None:
+        if configs:
+            raise InputError(
+                f"--config does not apply to the sweep {file}, which names its configs: remove one of them"
+            )
+        return read_yaml(find_config(file, "sweep"))
+    names = [path.stem for path in configs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"--config: {twice[0]} is the name of two files, and of their rows: rename one of them")
+    return {"rows": {path.stem: {"config": str(path)} for path in configs}}
+
+
+def _known() -> str:
+    return f": a sweep has the keys {', '.join(_KEYS)}"
+
+
+def _seeds(texts: Sequence[Any], problems: list[str]) -> list[int]:
+    numbers = [int(text) for text in texts if str(text).isdecimal()]
+    if len(numbers) < len(texts) or len(set(numbers)) < len(numbers) or not numbers:
+        problems.append(f"seeds is {list(texts)}: give different whole numbers from 0 on, such as 0,1,2")
+    return numbers
+
+
+def _rows(tree: dict[Any, Any], problems: list[str]) -> Iterator[_Row]:
+    """Yield each row once for each combination of the values of `vary`."""
+    common = _words(tree.get("settings", {}), "settings", problems)
+    if "protocols" in tree:
+        common += _words({"evaluate.protocols": tree["protocols"]}, "protocols", problems)
+    # One list for each setting, of (what the name of the row gets, words).
+    choices = []
+    for key, values in tree.get("vary", {}).items():
+        if not isinstance(values, list) or not values:
+            problems.append(f"vary: {key} is {values!r}: give a list of values, such as [1, 4]")
+            continue
+        words = [_words({key: value}, "vary", problems) for value in values]
+        choices.append([(f", {each[0].rpartition('.')[2]}", each) for each in words if each])
+
+    for name, content in tree.get("rows", {}).items():
+        content = {} if content is None else content
+        if not isinstance(content, dict):
+            problems.append(f"row {name} is {content!r}: give the settings of the row as `key: value`, or {{}}")
+            continue
+        file = content.get("config", tree.get("config"))
+        if not isinstance(file, str):
+            problems.append(
+                f"row {name} has no config: give `config`, a file or the name of a recipe, for all rows or here"
+            )
+            continue
+        own = _words({key: value for key, value in content.items() if key != "config"}, f"row {name}", problems)
+        for chosen in itertools.product(*choices):
+            varied = [word for _, words in chosen for word in words]
+            ending = "".join(text for text, _ in chosen)
+            yield _Row(f"{name}{ending}", Path(file), [*common, *own, *varied])
+
+
+def _words(tree: dict[Any, Any], where: str, problems: list[str]) -> list[str]:
+    """Return settings as words of the command line. where: names their place in the definition."""
+    found: list[str] = []
+    words = []
+    for key, text in flat_settings(tree, found):
+        if key in _OWN:
+            found.append(f"{key} does not belong here: {_OWN[key]}")
+        words.append(f"--{key}={text}")
+    problems += [f"{where}: {problem}" for problem in found]
+    return words
+
+
+def _gives(words: Sequence[str], key: str) -> bool:
+    return any(word.partition("=")[0] == f"--{key}" for word in words)
+
+
+def _check_names(rows: Sequence[_Row], problems: list[str]) -> None:
+    """Add a problem for each name that gives no folder, or the folder of a row before it."""
+    names: dict[str, str] = {}
+    for row in rows:
+        slug = _slug(row.name)
+        if not slug:
+            problems.append(f"row {row.name!r} gives no name for a folder: use letters or digits")
+        elif slug in names:
+            problems.append(f"rows {names[slug]!r} and {row.name!r} would share the folder {slug}: rename one of them")
+        names.setdefault(slug, row.name)
+
+
+def _slug(name: str) -> str:
+    """Return the name of a row's folder: in small letters, without characters that shells and batch scripts interpret."""
+    return re.sub(r"[^a-z0-9.=+-]+", "_", name.lower()).strip("._-")
+
+
+def _equal_rows(loaded: Sequence[tuple[_Row, Settings]]) -> list[str]:
+    """Describe rows that would repeat the experiment of a row before them."""
+    names: dict[Config, str] = {}
+    problems = []
+    for row, found in loaded:
+        before = names.setdefault(replace(found.config, run_dir=""), row.name)
+        if before != row.name:
+            problems.append(f"rows {before!r} and {row.name!r} have the same settings: remove one, or change a setting")
+    return problems
+
+
+def _run(row: _Row, seed: int, found: Settings, out: Path) -> SweepRun:
+    run_dir = os.path.join(os.path.abspath(out), _slug(row.name), f"seed_{seed}")
+    words = (*row.words, f"--seed={seed}", f"--run_dir={run_dir}")
+    config = replace(found.config, seed=seed, run_dir=run_dir)
+    return SweepRun(row.name, seed, find_config(row.file), words, config, {**found.sources, "seed": COMMAND_LINE})
