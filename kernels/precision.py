@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class full_float32:  # noqa: N801  a context manager, named like torch's own
@@ -36,11 +35,6 @@ class full_float32:  # noqa: N801  a context manager, named like torch's own
             self._flags.fp32_precision = "none"
             if self._flags.fp32_precision != self._precision:
                 self._flags.fp32_precision = self._precision
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return float64 unchanged, since tests compare in it, and everything else as float32."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

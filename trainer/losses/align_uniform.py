@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.precision import at_least_float32, without_autocast
+from kernels.precision import without_autocast
+from trainer.precision import at_least_float32
 
 
 def alignment(x: Tensor, y: Tensor) -> Tensor:

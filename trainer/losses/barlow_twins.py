@@ -12,7 +12,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from kernels.precision import at_least_float32, without_autocast
+from kernels.precision import without_autocast
+from trainer.precision import at_least_float32
 
 _EPS = 1e-5  # of the BatchNorm by which the authors standardise
 

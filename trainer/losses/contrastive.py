@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.precision import at_least_float32, without_autocast
+from kernels.precision import without_autocast
 from trainer.errors import InputError
+from trainer.precision import at_least_float32
 
 
 def contrastive_loss(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.precision import at_least_float32, without_autocast
+from kernels.precision import without_autocast
 from trainer.errors import InputError
+from trainer.precision import at_least_float32
 
 
 def regression_loss(predictions: Tensor, targets: Tensor, *, num_views: int, normalize: bool = True) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.precision import at_least_float32, without_autocast
+from kernels.precision import without_autocast
+from trainer.precision import at_least_float32
 
 
 def swapped_prediction_loss(

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.precision import at_least_float32, without_autocast
+from kernels.precision import without_autocast
+from trainer.precision import at_least_float32
 
 _EPS = 1e-4  # added to the variance, as in the paper
 

@@ -11,10 +11,11 @@ import logging
 import torch
 from torch import Tensor
 
-from kernels.precision import at_least_float32, without_autocast
+from kernels.precision import without_autocast
 from kernels.whitening import WhiteningStatus, choose_backend, whiten_with_status
 from trainer.errors import InputError
 from trainer.losses.wmse_fused import FusedLoss
+from trainer.precision import at_least_float32
 
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kernels.precision import at_least_float32
+from trainer.precision import at_least_float32
 
 
 class ViewBatchNorm(nn.Module):

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.precision import at_least_float32
+from trainer.precision import at_least_float32
 
 
 class _Form(NamedTuple):
