@@ -99,6 +99,25 @@ def test_the_parts_of_the_loop_add_up(tiny_config: Path, tiny_set: Path, tmp_pat
     assert set(PHASES) <= names
 
 
+def test_methods_are_compared_at_the_same_number_of_views(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    sweep = tmp_path / "sweep.yaml"
+    rows = "  two: {views.num_views: 2}\n  four: {views.num_views: 4}\n  vicreg: {method: vicreg}\n"
+    sweep.write_text(f"config: {tmp_path / 'tiny.yaml'}\nrows:\n{rows}")
+    code, result, table = run(["methods", str(sweep), "--seconds", "0.2", "--views", "64"])
+    assert code == 0
+    assert result["views_per_step"] == 64
+    for name in ("two", "four", "vicreg"):
+        assert result["figures"][name]["windows"] >= MIN_WINDOWS
+        assert result["times"][name] == pytest.approx(
+            result["figures"][name]["median"] / result["figures"]["two"]["median"]
+        )
+        assert name in table
+    with pytest.raises(SystemExit):
+        run(["methods"])
+    assert main(["bench", "methods", str(sweep), "--views", "40"]) == 2  # 10 images of 4 views fill no slice
+
+
 def test_growth_has_a_point_or_a_reason_for_each_size(tiny_config: Path, tmp_path: Path) -> None:
     settings = ["--data.images_per_step", "32", "--optimizer.accumulation_steps", "2"]
     argv = ["--config", str(tiny_config), *settings, "--seconds", "0.2"]

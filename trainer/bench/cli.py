@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentPars
     add("loader", _loader, "measure the loader alone, with a cold and a warm page cache", experiment, sweep)
     compute = add("compute", _compute, "measure the training step on synthetic images", experiment, plot, profile)
     compute.add_argument("--batch_norm", action="store_true", help="also compare the ways to take BatchNorm statistics")
+    methods = add("methods", _methods, "compare the steps of the rows of a sweep, in alternating windows")
+    methods.set_defaults(config=None)
+    methods.add_argument("sweep_file", type=Path, metavar="SWEEP", help=_ROWS_HELP)
+    methods.add_argument(
+        "--views", type=int, default=0, metavar="V", help="views of each step (default: those of the first row)"
+    )
     add("end2end", _end2end, "measure the loop on real images, and each part of a step", experiment, plot, profile)
     add("checkpoint", _checkpoint, "measure how long it takes to save and load a checkpoint", experiment, folder)
     growth = add(
@@ -78,6 +84,7 @@ _CONFIG_HELP = (
 _SWEEP_HELP = (
     "loss: measure the whitening alone for various numbers of slices, rows and sizes; loader: try its settings"
 )
+_ROWS_HELP = "sweep whose rows are measured: a YAML file or the name of one in configs/sweeps (docs/sweep.md)"
 _SHAPES_HELP = (
     "measure these shapes: views, images, slice size, embedding size, iterations (default: those of the recipes)"
 )
@@ -217,6 +224,19 @@ def _compute(own: Options, settings: Sequence[str]) -> Result | None:
     from trainer.bench.compute import bench_compute
 
     return bench_compute(_config(own, settings), own.seconds, trace=own.profile, batch_norm=own.batch_norm)
+
+
+def _methods(own: Options, settings: Sequence[str]) -> Result:
+    from trainer.bench.methods import bench_methods
+    from trainer.sweep.definition import read_sweep
+
+    # One run of each row; the folder is not used.
+    rows = read_sweep(own.sweep_file, [], "0", settings, Path())
+    return {
+        **bench_methods(rows, own.seconds, own.views),
+        "sweep": str(own.sweep_file),
+        "overrides": list(settings),
+    }
 
 
 def _end2end(own: Options, settings: Sequence[str]) -> Result | None:

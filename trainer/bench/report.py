@@ -195,6 +195,11 @@ def _compute(result: Result) -> Report:
     return Report([f"the step alone, {result['ranks']} rank(s)", result["precision"]], rows)
 
 
+def _methods(result: Result) -> Report:
+    rows = [[name, spread_text(figure), f"{result['times'][name]:.3f}"] for name, figure in result["figures"].items()]
+    return Report([f"a step of {result['views_per_step']} views", result["unit"], "times the first"], rows)
+
+
 def _end2end(result: Result) -> Report:
     step = result["step"]
     # A GPU's own time says more than that of the host, which only launches.
@@ -271,6 +276,7 @@ REPORTS: dict[str, Callable[[Result], Report]] = {
     "loader_options": lambda result: comparison(result, "options"),  # results of earlier versions; now a part of peers
     "peers": _peers,
     "compute": _compute,
+    "methods": _methods,
     "end2end": _end2end,
     "checkpoint": _checkpoint,
     "growth": _growth,
