@@ -17,6 +17,7 @@ from tests.conftest import ROOT, TINY
 from trainer.cli import main
 from trainer.cluster.runs import find_runs
 from trainer.config.loading import load_config, save_config
+from trainer.config.schema import METHODS
 from trainer.report.plots import Band, draw_bands
 from trainer.run.folder import lock_run_folder
 from trainer.sweep.definition import SweepRun, read_sweep
@@ -96,8 +97,14 @@ def test_configs_without_a_file_are_rows(tmp_path: Path, tiny_set: Path) -> None
 def test_a_shipped_sweep_is_found_by_its_name(name: str) -> None:
     runs = read(Path(name))
     assert len({run.run_dir for run in runs}) == len(runs) > 3
-    slices = [run.config.wmse.slice_size / run.config.model.embedding_size for run in runs]
-    assert set(slices) == {2.0}
+    whitened = [
+        run.config for run in runs if run.config.method == "wmse" and run.config.wmse.whitening != "standardise"
+    ]
+    assert {config.wmse.slice_size / config.model.embedding_size for config in whitened} == {2.0}
+    if name == "demo_methods":
+        assert {run.config.method for run in runs} == set(METHODS)
+        views = [run.config.data.images_per_step * run.config.views.num_views for run in runs]
+        assert set(views) == {512}
 
 
 @pytest.mark.parametrize(
