@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from tests.unit.test_methods import CONFIG, CPU, pixels
 from trainer.config.checks import check
-from trainer.config.schema import Config
+from trainer.config.schema import METHODS, Config
 from trainer.distributed.ranks import Ranks
 from trainer.losses.align_uniform import alignment, uniformity
 from trainer.losses.barlow_twins import barlow_twins_loss
@@ -78,6 +78,16 @@ def test_the_loss_has_the_settings_of_the_method(method: str) -> None:
     outputs = step.networks(pixels(0))
     loss = step.method.loss(outputs, 0, step.images).loss
     torch.testing.assert_close(loss, expected(outputs, step.method.networks))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_get_float32_under_autocast(method: str) -> None:
+    """Whitening, exponentials of scores, and small differences would lose too much in bf16."""
+    step = build_step(replace(CONFIG, method=method), Ranks(), CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = step.networks(pixels(0))
+    found = (outputs,) if isinstance(outputs, Tensor) else outputs
+    assert {x.dtype for x in found} == {torch.float32}
 
 
 # Parameters of a projector with one hidden layer: of Linear 0, the BatchNorm after it, the last Linear, and the last BatchNorm.
