@@ -142,6 +142,7 @@ def test_choices_are_independent_of_each_other():
         p.jitter,
         p.gray,
         p.blur_sigma > 0,
+        p.solarize,
         *np.moveaxis(p.factors, -1, 0),
         *np.moveaxis(p.crop_corner, -1, 0),
     ]

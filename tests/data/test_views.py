@@ -108,12 +108,13 @@ def test_the_coloured_view_is_the_affine_map_of_the_uncoloured_one():
 
 def test_blur_and_solarisation_have_a_probability_for_each_view(source):
     """Every value from 128 on is inverted, and no other. The difference to torchvision is that of the views before it."""
-    recipe = replace(PLAIN, blur_probability=(1.0, 0.0), solarize_probability=(0.0, 0.5))
+    recipe = replace(PLAIN, blur_probability=(1.0, 0.5), solarize_probability=(0.0, 0.5))
     encoded = pictures(source)[:24]
     plan = draw_plan(recipe, len(encoded))
     assert (plan.blur_sigma > 0).all(0).tolist() == [True, False]
     assert plan.solarize[:, 0].sum() == 0
     assert 0 < plan.solarize[:, 1].sum() < len(encoded)
+    assert (plan.solarize & (plan.blur_sigma > 0.5)).any()  # solarisation comes after the blur
     before = dali_views(encoded, plan, replace(recipe, solarize_probability=0.0))
     solarised = torch.from_numpy(plan.solarize.T)[..., None, None, None]
     expected = torch.where(solarised & (before >= 128), 255 - before, before)

@@ -51,6 +51,7 @@ CASES = {
     "simsiam, 2 views": ("simsiam", 2, 0, 1, 32, "per_view"),
     "moco": ("moco", 2, 0, 1, 32, "joint"),
     "moco, 4 parts in all": ("moco", 2, 0, 1, 32, "joint"),
+    "moco, symmetric, 4 parts in all": ("moco", 2, 0, 1, 32, "joint"),
     "align_uniform": ("align_uniform", 2, 0, 1, 32, "joint"),
     "swav, 2 views": ("swav", 2, 0, 1, 32, "joint"),
     "swav, 3 views": ("swav", 3, 0, 1, 32, "per_view"),
@@ -81,7 +82,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         model=replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of),
         wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block, whitening=whitening),
         simclr=SimCLRSettings(temperature=0.5, whiten="whitened" in name, slice_size=slice_size),
-        moco=MoCoSettings(queue_size=96, batch_norm_rows=4, shuffle_images=8),
+        moco=MoCoSettings(queue_size=192, batch_norm_rows=4, shuffle_images=8, symmetric="symmetric" in name),
         align_uniform=AlignUniformSettings(queue_size=96, batch_norm_rows=4, shuffle_images=8),
         swav=SwAVSettings(prototypes=6, freeze_prototypes_steps=0),
     )

@@ -1,13 +1,16 @@
 """Lower bounds on the time of the step and the loss, compared with calculations by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.test_methods import CONFIG
 from trainer.bench.ceilings import Ceilings, count_flop_per_view, loss_floor, measure_ceilings
 from trainer.bench.shapes import LossShape
 from trainer.config.loading import load_config
+from trainer.config.schema import METHODS
 
 CPU = torch.device("cpu")
 
@@ -32,6 +35,14 @@ def test_the_arithmetic_of_a_view_grows_with_the_projector(tiny_config: Path) ->
     per_column = (wide - narrow) / 64
     assert per_column % 6 == 0
     assert per_column / 6 > 8, "the encoder's features and the embedding's 8 columns"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_arithmetic_of_every_method_is_counted(method: str) -> None:
+    """A second network adds a forward, a third of the encoder's arithmetic. MoCo encodes each view by one of its networks."""
+    wmse, found = (count_flop_per_view(replace(CONFIG, method=name), CPU, None) for name in ("wmse", method))
+    ratio = {"byol": 4 / 3, "moco": 2 / 3, "align_uniform": 2 / 3}.get(method, 1.0)
+    assert found / wmse == pytest.approx(ratio, rel=0.05)
 
 
 def test_measured_ceilings_are_plausible() -> None:

@@ -1,6 +1,7 @@
 """Target networks, queues and prototypes change as their papers say."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +11,18 @@ from torch.nn.functional import normalize
 
 from tests.unit.test_methods import CONFIG, CPU, IMAGES, config_of, pixels
 from trainer.config.checks import check
+from trainer.config.loading import load_config
 from trainer.config.schema import METHODS, BYOLSettings, Config, MoCoSettings, OptimizerConfig, SwAVSettings
 from trainer.distributed.ranks import Ranks
+from trainer.loop import pretrain
 from trainer.methods.method import MethodContext
 from trainer.methods.moco.method import MoCo
 from trainer.models.compile import compile_networks
 from trainer.models.networks import EncoderProjector, build_networks
 from trainer.models.target import TargetNetwork, cosine_momentum
-from trainer.setup import build_step
+from trainer.run.checkpoint import load_checkpoint
+from trainer.run.signals import StopRequest
+from trainer.setup import build_step, set_up
 from trainer.step import TrainStep
 
 TARGETED = ("byol", "moco", "align_uniform")
@@ -56,22 +61,43 @@ def test_the_target_network_is_a_moving_average_with_the_closed_form() -> None:
 
 
 def test_byol_moves_its_target_towards_the_updated_weights_by_the_momentum_of_the_step() -> None:
-    step = step_of(replace(config_of("byol"), byol=BYOLSettings(predictor_hidden=12, momentum=0.9)), total_steps=7)
+    """SGD moves the weights so far that the momentum of another step, or the weights before the update, give another target."""
+    for schedule in ("cosine", "constant"):
+        settings = BYOLSettings(predictor_hidden=12, momentum=0.9, momentum_schedule=schedule)
+        config = replace(config_of("byol"), byol=settings, optimizer=OptimizerConfig(name="sgd", momentum=0.0))
+        step = step_of(config, total_steps=7)
+        networks = step.method.networks
+        online, target = networks.projector.last.weight, networks.target.projector.last.weight
+        assert torch.equal(target, online)
+        for number in range(4):
+            start, before = online.detach().clone(), target.clone()
+            step(pixels(number), number, 0.1)
+            momentum = cosine_momentum(number, 7, 0.9) if schedule == "cosine" else 0.9
+            torch.testing.assert_close(target, momentum * before + (1 - momentum) * online, rtol=0, atol=1e-6)
+            assert (online - start).abs().max() > 0.01
+            assert ((online - before) * (cosine_momentum(number + 1, 7, 0.9) - momentum)).abs().max() > 1e-4
+
+
+def test_byol_gives_both_networks_the_same_views_in_the_same_order() -> None:
+    """At the start the target network equals encoder and projector, so its embeddings do as well."""
+    step = step_of(config_of("byol"))
+    outputs = step.networks(pixels(0))
+    torch.testing.assert_close(outputs.targets, outputs.embeddings)
+    assert not torch.allclose(outputs.targets, outputs.predictions, atol=0.01)
+
+
+@pytest.mark.parametrize("method", TARGETED[1:])
+def test_the_key_network_moves_by_its_momentum_in_every_step(method: str) -> None:
+    config = config_of(method)
+    config = replace(config, **{method: replace(getattr(config, method), momentum=0.6)})
+    step = step_of(replace(config, optimizer=OptimizerConfig(name="sgd", momentum=0.0)))
     networks = step.method.networks
-    assert torch.equal(networks.target.projector.last.weight, networks.projector.last.weight)
-    for number in range(3):
-        before = networks.target.projector.last.weight.clone()
+    online, target = networks.projector.last.weight, networks.target.projector.last.weight
+    for number in range(2):
+        before = target.clone()
         step(pixels(number), number, 0.1)
-        momentum = cosine_momentum(number, 7, 0.9)
-        expected = momentum * before + (1 - momentum) * networks.projector.last.weight
-        torch.testing.assert_close(networks.target.projector.last.weight, expected)
-    constant = BYOLSettings(predictor_hidden=12, momentum=0.9, momentum_schedule="constant")
-    step = step_of(replace(config_of("byol"), byol=constant), total_steps=7)
-    before = step.method.networks.projector.last.weight.detach().clone()
-    step(pixels(0), 5, 0.1)
-    networks = step.method.networks
-    expected = 0.9 * before + 0.1 * networks.projector.last.weight
-    torch.testing.assert_close(networks.target.projector.last.weight, expected)
+        torch.testing.assert_close(target, 0.6 * before + 0.4 * online, rtol=0, atol=1e-6)
+        assert (online - before).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("method", TARGETED)
@@ -98,6 +124,29 @@ def test_the_target_starts_as_a_copy_of_a_loaded_encoder(method: str) -> None:
     ):
         state = target.state_dict()
         assert all(torch.equal(state[name], value) for name, value in online.state_dict().items())
+
+
+def test_a_run_copies_the_loaded_encoder_to_its_target_and_raises_the_momentum_over_all_its_steps(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    settings = ["--data.root", str(tiny_set), "--run_dir", str(tmp_path / "first"), "--max_steps", "1", "--seed", "1"]
+    assert pretrain(load_config(tiny_config, settings), StopRequest()) == 0
+    loaded = tmp_path / "first" / "checkpoints" / "step_00000001.pt"
+    settings = ["--data.root", str(tiny_set), "--method", "byol", "--init_from", str(loaded), "--max_steps", "2"]
+    run = set_up(load_config(tiny_config, settings), Ranks(), CPU, tmp_path / "first")
+    networks = run.step.method.networks
+    weights = load_checkpoint(loaded)["model"]
+    for name, value in networks.target.encoder.state_dict().items():
+        assert torch.equal(value, weights[f"encoder.{name}"]), name
+    # The run has 9 steps, of which this call makes 2.
+    online, target = networks.projector.last.weight, networks.target.projector.last.weight
+    with torch.no_grad():
+        online += 1
+    for step in (0, 4, 9):
+        before = target.clone()
+        run.step.method.after_update(step, torch.tensor(False))
+        momentum = cosine_momentum(step, 9, 0.99)
+        torch.testing.assert_close(target, momentum * before + (1 - momentum) * online, rtol=0, atol=1e-6)
 
 
 def test_simsiam_does_not_learn_through_its_targets() -> None:
@@ -192,6 +241,20 @@ def test_the_prototypes_have_length_1_and_wait_for_the_first_steps() -> None:
         step(pixels(number), number, 0.1)
         assert torch.equal(weight, start) == (number < 2)
     torch.testing.assert_close(weight.norm(dim=1), torch.ones(6))
+
+
+def test_waiting_prototypes_gather_no_momentum_and_do_not_decay() -> None:
+    """A gradient of the steps in which they wait must not move them later either."""
+    for decay in (0.0, 0.1):
+        optimizer = OptimizerConfig(name="sgd", momentum=0.9, weight_decay=decay)
+        settings = SwAVSettings(prototypes=6, freeze_prototypes_steps=2)
+        step = step_of(replace(config_of("swav"), swav=settings, optimizer=optimizer))
+        weight = step.method.networks.prototypes.weight
+        start = weight.detach().clone()
+        for number in range(2):
+            step(pixels(number), number, 0.1)
+        assert torch.equal(weight, start)
+        assert step.optimizer.state[weight]["momentum_buffer"].any() == (decay > 0)
 
 
 @pytest.mark.parametrize("method", METHODS)

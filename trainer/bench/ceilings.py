@@ -159,7 +159,10 @@ def count_flop_per_view(config: Config, device: torch.device, dtype: torch.dtype
     model = replace(config.model, batch_norm_ranks="local", activation_checkpointing=False)
     method = config.method_settings.build(replace(config, model=model), Ranks(), device)
     networks = method.networks
-    views = 2 * config.views.num_views
+    # A method that groups the rows of BatchNorm needs whole groups.
+    settings = config.method_settings
+    images = settings.indivisible_images(config) if settings.rows_of_statistics() else 2
+    views = images * config.views.num_views
     size = config.views.size
     pixels = torch.zeros(views, 3, size, size, dtype=torch.uint8, device=device)
     pixels = pixels.to(memory_format=torch.channels_last)

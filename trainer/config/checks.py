@@ -41,13 +41,14 @@ def _ranges(config: Config) -> list[str]:
         least, most = allowed_range(declared)
         values = value if isinstance(value, tuple) else (value,)
         numbers = [n for n in values if isinstance(n, (int, float))]
+        shown = list(value) if isinstance(value, tuple) else value  # as the user writes it
         # NaN passes both comparisons below, so it needs its check.
         if not all(map(math.isfinite, numbers)):
-            problems.append(f"{key} is {value}: give a finite number")
+            problems.append(f"{key} is {shown}: give a finite number")
         if least is not None and any(n < least for n in numbers):
-            problems.append(f"{key} is {value}: it must be at least {least:.12g}")
+            problems.append(f"{key} is {shown}: it must be at least {least:.12g}")
         if most is not None and any(n > most for n in numbers):
-            problems.append(f"{key} is {value}: it must be at most {most:.12g}")
+            problems.append(f"{key} is {shown}: it must be at most {most:.12g}")
     return problems
 
 

@@ -14,12 +14,25 @@ if TYPE_CHECKING:
     from trainer.methods.method import Method
 
 
+def one_image_problems(config: Config) -> list[str]:
+    """Refuse a step of one image, for methods that compare the images of a step with each other."""
+    if config.data.images_per_step > 1:
+        return []
+    return [
+        f"data.images_per_step is 1, but {config.method} compares the images of a step with each other: set it to 2 or more"
+    ]
+
+
 @dataclass(frozen=True)
 class MethodSettings:
     """Base of the config section of a method. The section's name in `Config` is the method's name."""
 
     def problems(self, config: Config) -> list[str]:
         """Return the problems of the settings, each with its key, its value and a fix."""
+        return []
+
+    def warnings(self, config: Config, total_steps: int) -> list[str]:
+        """Describe settings that are allowed but probably unintended. total_steps: updates of the whole run."""
         return []
 
     def indivisible_images(self, config: Config) -> int:

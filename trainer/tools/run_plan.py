@@ -102,10 +102,11 @@ def _method_lines(config: Config, per_rank: int, world_size: int) -> list[str]:
 def plan_warnings(config: Config, num_images: int) -> list[str]:
     """Describe settings that are allowed but probably unintended."""
     schedule = build_schedule(config, num_images // config.data.images_per_step)
-    if schedule.warmup_steps < schedule.total_steps:
-        return []
-    return [
-        f"the warm-up of {schedule.warmup_steps} steps is not shorter than the run of {schedule.total_steps}: the learning "
-        "rate never reaches its peak. Set optimizer.warmup_epochs or optimizer.warmup_steps lower, or optimizer.epochs "
-        "higher"
-    ]
+    lines = config.method_settings.warnings(config, schedule.total_steps)
+    if schedule.warmup_steps >= schedule.total_steps:
+        lines.append(
+            f"the warm-up of {schedule.warmup_steps} steps is not shorter than the run of {schedule.total_steps}: the learning "
+            "rate never reaches its peak. Set optimizer.warmup_epochs or optimizer.warmup_steps lower, or optimizer.epochs "
+            "higher"
+        )
+    return lines

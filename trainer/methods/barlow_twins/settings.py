@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
-from trainer.methods.settings import MethodSettings
+from trainer.methods.settings import MethodSettings, one_image_problems
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -22,6 +22,10 @@ class BarlowTwinsSettings(MethodSettings):
     """Weight of the squared correlations between different dimensions."""
     scale: float = setting(1.0, between=(1e-9, None))
     """Factor of the whole loss. It matters for optimizers whose update depends on the size of the gradient."""
+
+    def problems(self, config: Config) -> list[str]:
+        """Check that there are images to correlate."""
+        return one_image_problems(config)
 
     def indivisible_images(self, config: Config) -> int:
         """Return the global batch size, because the correlation is that of all images of a step."""

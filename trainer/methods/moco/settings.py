@@ -63,6 +63,16 @@ class QueueSettings(MethodSettings):
             )
         return problems
 
+    def warnings(self, config: Config, total_steps: int) -> list[str]:
+        """Warn if the run has fewer keys than the queue."""
+        keys = self.keys_per_step(config) * total_steps
+        if self.queue_size <= keys:
+            return []
+        return [
+            f"{config.method}.queue_size is {self.queue_size}, more than the {keys} keys of the whole run: the rest of the "
+            f"queue stays random; set it to {keys} or less"
+        ]
+
     def keys_per_step(self, config: Config) -> int:
         """Return the number of keys that enter the queue in a step."""
         return config.data.images_per_step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
-from trainer.methods.settings import MethodSettings
+from trainer.methods.settings import MethodSettings, one_image_problems
 from trainer.methods.wmse.settings import slice_problems
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ class SimCLRSettings(MethodSettings):
     """Number of rows of one view that are whitened together (only with whiten). W-MSE uses twice the embedding size."""
 
     def problems(self, config: Config) -> list[str]:
-        """Check that a slice has more rows than columns, and that the images divide evenly into slices."""
-        return slice_problems(config, "simclr.slice_size", self.slice_size) if self.whiten else []
+        """Check that there are negatives, and that slices have more rows than columns and divide the images evenly."""
+        if self.whiten:
+            return slice_problems(config, "simclr.slice_size", self.slice_size)
+        return one_image_problems(config)
 
     def indivisible_images(self, config: Config) -> int:
         """Return the global batch size, because each embedding is compared with all others."""

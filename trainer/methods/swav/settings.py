@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
-from trainer.methods.settings import MethodSettings
+from trainer.methods.settings import MethodSettings, one_image_problems
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -34,11 +34,24 @@ class SwAVSettings(MethodSettings):
         return config.data.images_per_step
 
     def problems(self, config: Config) -> list[str]:
-        """Check that the batch can fill the prototypes."""
+        """Check that there are images to assign in equal shares."""
+        return one_image_problems(config)
+
+    def warnings(self, config: Config, total_steps: int) -> list[str]:
+        """Warn if images cannot reach all prototypes, or if these never learn."""
         images = config.data.images_per_step
-        if images < 2:
-            return [f"data.images_per_step is {images}: one image cannot be assigned in equal shares; give 2 or more"]
-        return []
+        lines = []
+        if self.prototypes > images:
+            lines.append(
+                f"swav.prototypes is {self.prototypes}, more than the {images} images of a step, which cannot be shared out "
+                f"among them: set it to {images} or less"
+            )
+        if self.freeze_prototypes_steps >= total_steps:
+            lines.append(
+                f"swav.freeze_prototypes_steps is {self.freeze_prototypes_steps}, but the run has {total_steps} steps: the "
+                "prototypes never learn; set it lower, or optimizer.epochs higher"
+            )
+        return lines
 
     def plan_lines(self, config: Config) -> list[str]:
         """Describe the assignments."""
