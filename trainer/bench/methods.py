@@ -51,6 +51,7 @@ def bench_methods(rows: Sequence[SweepRun], seconds: float, views: int = 0) -> d
 
 def _with_views(row: SweepRun, views: int) -> Config:
     """Return the row's config with as many images in a step as give `views` views."""
+    # All rows encode the same number of views, so a row with more views has fewer images.
     images, rest = divmod(views, row.config.views.num_views)
     config = replace(row.config, data=replace(row.config.data, images_per_step=images))
     problems = check(config)

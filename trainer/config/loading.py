@@ -119,6 +119,7 @@ def find_config(path: Path, kind: str = "recipe") -> Path:
         recipes = recipes / "sweeps"
     recipe = recipes / f"{path}.yaml"
     if not recipe.exists():
+        # Propose the nearest name, or else all of them.
         names = sorted(file.stem for file in recipes.glob("*.yaml"))
         hint = closest(str(path), names) or f": choose one of {', '.join(names)}"
         raise InputError(f"{path} is neither a file nor the name of a {kind}{hint}")

@@ -53,6 +53,7 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
     """Run a sweep, or one run of it. Returns the exit code.
 
     file: the definition. own: the parsed options. rest: the other words, which are site options or settings."""
+    # The sweep has started this process, or SLURM this task, for one run.
     if own.task:
         from trainer.sweep.task import run_task
 
@@ -104,6 +105,7 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
             return _submit(free, plan, request, own.out)
         is_stopped = run_here(free, plan, own.jobs)
         write_table(runs, own.out)
+    # A sweep that was stopped asks to be started again, as a preempted run does.
     if is_stopped:
         return PREEMPTED
     return FAILED if any(why_unfinished(run.config) for run in runs) else DONE
@@ -122,6 +124,7 @@ def _check_options(file: Path | None, own: argparse.Namespace, site_words: Seque
             "--slurm excludes --table and --jobs: SLURM decides how many runs it starts at a time, and the table is made when "
             "they have ended"
         )
+    # Options of the cluster would have no effect on this machine.
     for_slurm = [
         *site_words[:1],
         *(["--site"] if own.site else []),

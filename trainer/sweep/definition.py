@@ -104,6 +104,7 @@ def _read_tree(file: Path | None, configs: Sequence[Path]) -> dict[Any, Any]:
                 f"--config does not apply to the sweep {file}, which names its configs: remove one of them"
             )
         return read_yaml(find_config(file, "sweep"))
+    # The name of a config becomes that of its row, and of the folder of its runs.
     names = [path.stem for path in configs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

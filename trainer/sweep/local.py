@@ -123,6 +123,7 @@ class _Sweep:
         env = dict(os.environ)
         if len(self._places) == 1:
             return env
+        # Without a limit each process would start a thread for every core.
         env.setdefault("OMP_NUM_THREADS", str(_share(len(self._places))))
         gpus = _gpus()
         if gpus:

@@ -52,6 +52,7 @@ class Plan:
         # The same settings would fail again, unless the cause was outside of the run.
         if read_run(run.run_dir).status == "failed" and not self._retry_failed:
             return None
+        # A run that is finished may still be the one to measure its untrained encoder.
         untrained = self._claim(run)
         if not (why_unfinished(run.config) or untrained):
             return None

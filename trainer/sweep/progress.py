@@ -49,6 +49,7 @@ def is_trained(config: Config) -> bool:
 
 def missing(config: Config, checkpoint: str) -> list[str]:
     """Return the protocols that have not measured a checkpoint of the run, or "random", with these settings."""
+    # Read the files each time, because the process of the run writes them.
     results = read_results(Path(config.run_dir) / "eval", None, [])
     return [name for name in protocols_of(config) if find_result(results, config, name, checkpoint) is None]
 

@@ -47,6 +47,7 @@ class _Seed:
 
 def write_table(runs: Sequence[SweepRun], out: Path) -> None:
     """Print the table, and write OUT/table.json, table.md and, if the runs kept checkpoints for curves, curves.png."""
+    # Collect the seeds of each row, in the order of the sweep.
     rows: dict[str, list[_Seed]] = {}
     for run in runs:
         rows.setdefault(run.row, []).append(_read(run, runs))
@@ -186,6 +187,7 @@ def _markdown(table: Sequence[dict[str, Any]]) -> str:
     shown = [(title, column) for title, column in zip(titles, columns, strict=True) if any(column)]
 
     def line(cells: Iterable[str]) -> str:
+        # A cell is one line, in which bars and stars are only characters.
         escaped = [" ".join(cell.split()).replace("|", "\\|").replace("*", "\\*") for cell in cells]
         return f"| {' | '.join(escaped)} |"
 
@@ -206,6 +208,7 @@ def _print(table: Sequence[dict[str, Any]]) -> None:
         # A row without figures has one line as well.
         for label in _labels([row]) or [""]:
             shown.add_row(*map(Text, (*first, label, *_figure_cells(row, label))))
+            # The name of the row stands beside its first figure only.
             first = [""] * len(first)
         shown.add_section()
     console = Console()
