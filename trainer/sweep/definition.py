@@ -87,7 +87,7 @@ def read_sweep(
     for row in rows if not problems else []:
         row.words.extend(settings)
         try:
-            loaded.append((row, load_settings(find_config(row.file), row.words)))
+            loaded.append((row, load_settings(row.file, row.words)))
         except InputError as error:
             problems.append(f"row {row.name}: {error}")
     problems += _equal_rows(loaded)
