@@ -74,6 +74,7 @@ def _fake_forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -
     batch, num_rows, size = x.shape
     z = x.new_empty(batch, num_rows, size)
     w = x.new_empty(batch, size, size)
+    # Compiled graphs rely on these shapes, so they must be those of the results.
     keeps_u = backend == "zca" or (backend == "triton" and eps > 0)
     u = torch.empty_like(w) if keeps_u else x.new_empty(0)
     ok = x.new_empty(batch, dtype=torch.bool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2
@@ -25,6 +27,13 @@ class DivergedError(TrainingFailedError):
         super().__init__(message)
         self.step = step
         self.reason = reason
+
+
+def problem_list(title: str, problems: Sequence[str]) -> InputError:
+    """Return one error for several problems: a title, such as "2 problem(s) with the settings", and a line for each."""
+    # A problem of several lines stays below its own bullet.
+    listed = "\n".join(f"  - {problem}".replace("\n", "\n    ") for problem in problems)
+    return InputError(f"{title}:\n{listed}")
 
 
 def exit_code_of(error: BaseException) -> int:

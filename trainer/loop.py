@@ -284,6 +284,7 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     if not run.ranks.is_first:
         return nullcontext()
     state.write(status="running", step=first_step, total_steps=run.schedule.total_steps)
+    # The log names the job, so that its output can be found.
     job = f" (SLURM job {run.ranks.job_id}, restart {run.ranks.restarts})" if run.ranks.job_id else ""
     _log.info("start %d of this run%s, at step %d of %d", state.starts, job, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml", run.sources)

@@ -49,6 +49,7 @@ def build_optimizer(
             larc=config.name == "larc",
             by_triton=config.backend == "triton",
         )
+    # Only torch's fused kernels can skip an update by a value on the device.
     fused = device.type == "cuda"
     if config.name == "adam":
         return torch.optim.Adam(groups, lr=config.learning_rate, fused=fused)
@@ -88,6 +89,7 @@ def _with_constant_rate(
 def update(optimizer: torch.optim.Optimizer, learning_rate: float, skip: Tensor) -> None:
     """Apply the gradients. If `skip` (0-d bool, on the device) is true, weights and moments stay as they are."""
     for group in optimizer.param_groups:
+        # SimSiam's predictor has a group with a constant rate.
         group["lr"] = group.get("constant_rate", learning_rate)
     if skip.device.type == "cpu":
         if not skip:
@@ -172,6 +174,7 @@ def _update_one(w: Tensor, g: Tensor, v: Tensor, group: dict[str, Any]) -> None:
     if decay and not group["larc"]:
         g.add_(w, alpha=decay)
     if group["adapt"]:
+        # A tensor of zeros, such as a bias at the start, has no ratio of norms.
         norm_w, norm_g = w.norm().item(), g.norm().item()
         if norm_w > 0 and norm_g > 0:
             denominator = norm_g

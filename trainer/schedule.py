@@ -95,6 +95,7 @@ def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
     """Build the schedule of the whole run, which does not depend on max_steps."""
     o = config.optimizer
     # A config sets at most one of warmup_steps and warmup_epochs; the other is 0.
+    # Drops are given from the end, so that a longer run has its drops as near to the end.
     drops = tuple((o.epochs - before) * steps_per_epoch for before in o.drop_epochs_before_end)
     return Schedule(
         peak=peak_learning_rate(config),

@@ -103,6 +103,7 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
     check_set_size(config, len(index), warn=ranks.is_first)
     require_same(ranks, f"the images of {split}", f"{len(index)} ({index.fingerprint})")
 
+    # Some methods need the length of the run, for example for a momentum.
     schedule = build_schedule(config, len(index) // config.data.images_per_step)
     step = build_step(config, ranks, device, index.class_names, total_steps=schedule.total_steps)
     if config.init_from:

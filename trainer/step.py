@@ -121,10 +121,12 @@ class TrainStep:
 
     def _forward_backward(self, pixels: Tensor, step: int, labels: Tensor | None) -> LossOutput:
         """Add up the gradients of all micro-batches. DDP averages them over ranks in the backward of the last one."""
+        # One micro-batch needs no copy of its outputs.
         count = self.micro_batches
         if count == 1:
             return self._micro_batch(pixels, step, self.images, labels)
         size = self.images.count // count
+        # DDP sends gradients in the backward of the last micro-batch only, when they are complete.
         outputs = []
         for number, part in enumerate(split_images(pixels, self.num_views, count)):
             images = ImageRange(self.images.first + number * size, size)

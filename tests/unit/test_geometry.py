@@ -49,6 +49,16 @@ def test_a_step_that_no_number_of_ranks_can_run_is_refused() -> None:
         usable_ranks(config_of(4096, images_per_micro_batch=100), 2)
 
 
+@pytest.mark.parametrize("method", ["moco", "align_uniform"])
+def test_every_rank_holds_whole_blocks_of_shuffled_keys(method: str) -> None:
+    """Without the check, the first step fails where the keys are shuffled."""
+    config = replace(config_of(256), method=method)
+    assert usable_ranks(config, 8) == 2
+    message = f"each of 8 ranks holds 32 of the 256 images of a step, but {method} needs a multiple of 128"
+    with pytest.raises(InputError, match=message):
+        check_ranks(config, 8)
+
+
 def test_batch_norm_uses_a_micro_batch_of_one_rank_or_of_all() -> None:
     config = config_of(4096, images_per_micro_batch=256)
     assert [batch_norm_images(config, ranks) for ranks in (64, 16, 4)] == [64, 256, 256]

@@ -226,15 +226,6 @@ def test_lars_reads_no_value_from_the_device(config: OptimizerConfig) -> None:
     update(optimizer, 0.5, torch.zeros((), dtype=torch.bool, device=nowhere))
 
 
-def test_adamw_decays_matrices_only_and_sgd_and_larc_decay_everything() -> None:
-    decays = {}
-    for name in ("adamw", "sgd", "larc"):
-        groups = build_optimizer(small_model(), replace(LARS, name=name), CPU).param_groups
-        decays[name] = {(p.ndim, group["weight_decay"]) for group in groups for p in group["params"]}
-    everything = {(1, 1e-2), (2, 1e-2)}
-    assert decays == {"adamw": {(1, 0.0), (2, 1e-2)}, "sgd": everything, "larc": everything}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_with_a_constant_rate_keep_the_peak_over_the_whole_run(name: str) -> None:
     """They move as if the schedule were constant, and the others as if there were no such parameters."""
@@ -305,7 +296,7 @@ def test_the_state_with_constant_rates_is_loaded_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lars", "larc", "sgd"])
 def test_a_parameter_without_a_gradient_has_a_buffer_for_the_checkpoint(name: str) -> None:
-    """SwAV drops the gradients of its prototypes in the first steps."""
+    """A method may leave out the gradient of a parameter in some steps."""
     model = small_model()
     optimizer = build_optimizer(model, replace(LARS, name=name), CPU)
     set_gradients(model, 0)

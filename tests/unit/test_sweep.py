@@ -21,7 +21,7 @@ from trainer.config.schema import METHODS
 from trainer.report.plots import Band, draw_bands
 from trainer.run.folder import lock_run_folder
 from trainer.sweep.definition import SweepRun, read_sweep
-from trainer.sweep.progress import end_of, is_trained
+from trainer.sweep.progress import is_trained, why_unfinished
 from trainer.sweep.task import run_task
 
 RECIPE = "cifar10_rn18_wmse2_1000ep"  # the paper has a figure for a config of this name
@@ -154,20 +154,20 @@ def test_all_problems_of_a_definition_are_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["demo_methods"], "--out is missing"),
+        (["paper_step_times"], "--out is missing"),
         (["--out", "out"], "no sweep is given"),
         (["demo_method", "--out", "out"], "neither a file nor the name of a sweep: did you mean demo_methods?"),
-        (["demo_methods", "--out", "out", "--config", "a.yaml"], "--config does not apply"),
+        (["paper_step_times", "--out", "out", "--config", "a.yaml"], "--config does not apply"),
         (["--out", "out", "--config", "a/x.yaml", "--config", "b/x.yaml"], "x is the name of two files"),
-        (["demo_methods", "--out", "out", "--jobs", "0"], "--jobs is 0"),
-        (["demo_methods", "--out", "out", "--seeds", "a"], "seeds is ['a']"),
-        (["demo_methods", "--out", "out", "--seed", "1"], "give `seeds`, or --seeds 0,1,2, not --seed"),
-        (["demo_methods", "--out", "out", "--run_dir", "x"], "--out DIR is the folder of all runs, not --run_dir"),
-        (["demo_methods", "--out", "out", "--retry-failed"], "did you mean --retry_failed?"),
-        (["demo_methods", "--out", "out", "--partition", "x"], "--partition only applies to --slurm"),
-        (["demo_methods", "--out", "out", "--slurm", "--table"], "--slurm goes without --table"),
-        (["demo_methods", "--out", "out", "--slurm", "--gpus_per_node", "8"], "give --gpus_per_node 1"),
-        (["demo_methods", "--out", "out", "--data.root", "/nowhere"], "9 run(s) do not fit"),
+        (["paper_step_times", "--out", "out", "--jobs", "0"], "--jobs is 0"),
+        (["paper_step_times", "--out", "out", "--seeds", "a"], "seeds is ['a']"),
+        (["paper_step_times", "--out", "out", "--seed", "1"], "give `seeds`, or --seeds 0,1,2, not --seed"),
+        (["paper_step_times", "--out", "out", "--run_dir", "x"], "--out DIR is the folder of all runs, not --run_dir"),
+        (["paper_step_times", "--out", "out", "--retry-failed"], "did you mean --retry_failed?"),
+        (["paper_step_times", "--out", "out", "--partition", "x"], "--partition only applies to --slurm"),
+        (["paper_step_times", "--out", "out", "--slurm", "--table"], "--slurm excludes --table"),
+        (["paper_step_times", "--out", "out", "--slurm", "--gpus_per_node", "8"], "give --gpus_per_node 1"),
+        (["paper_step_times", "--out", "out", "--data.root", "/nowhere"], "4 run(s) do not fit"),
     ],
 )
 def test_wrong_options_start_nothing(
@@ -350,9 +350,9 @@ def test_a_run_without_its_results_is_measured(sweep: Sweep, tmp_path: Path) -> 
     (good / "eval" / "knn_6.json").unlink()
     config = load_config(good / "config.yaml", [f"--run_dir={good}"])
     assert is_trained(config)
-    assert end_of(config) == "not evaluated"
+    assert why_unfinished(config) == "not evaluated"
     sweep()
-    assert end_of(config) == ""
+    assert why_unfinished(config) == ""
     assert state(good)["starts"] == 1
 
 
@@ -413,7 +413,7 @@ def test_on_slurm_each_run_is_a_task_of_one_array(
     assert state(out / "b" / "seed_0")["status"] == "done"
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "A, seed 0: SLURM job 77_0 has it" in shown
+    assert "A, seed 0: waits or runs as SLURM job 77_0" in shown
     assert "nothing to submit" in shown
 
 

@@ -114,6 +114,7 @@ def _work_while(condition: Callable[[], bool], device: torch.device) -> list[flo
         for _ in range(WORK_OPERATIONS):
             x.mul_(1.0)
         elapsed = time.perf_counter() - began
+        # The last piece may have ended after the write, so it does not count.
         if not condition():
             return pieces
         pieces.append(elapsed)

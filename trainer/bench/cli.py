@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentPars
     compute = add("compute", _compute, "measure the training step on synthetic images", experiment, plot, profile)
     compute.add_argument("--batch_norm", action="store_true", help="also compare the ways to take BatchNorm statistics")
     methods = add("methods", _methods, "compare the steps of the rows of a sweep, in alternating windows")
+    # The rows name their configs.
     methods.set_defaults(config=None)
     methods.add_argument("sweep_file", type=Path, metavar="SWEEP", help=_ROWS_HELP)
     methods.add_argument(

@@ -181,6 +181,7 @@ class WatchedLoader:
         """Start the profiler after the measured steps, and stop it and the run after the profiled steps."""
         done = len(self.starts) - 1
         elapsed = self.starts[-1] - self.starts[0]
+        # Profiling slows the steps down, so it follows the measurement.
         if self.measured:
             if done == self.measured + self.to_profile:
                 self.events = self.profiler.stop()
@@ -265,6 +266,7 @@ def device_parts(busy: dict[str, float], whole_ms: float, wait_ms: float) -> dic
     while nothing else runs. rest: torch's work outside the ranges, and the other idle time. all_reduce, augmentation, idle: the
     whole time of each.
     """
+    # The profiled steps may be slower than the measured ones.
     idle = max(0.0, whole_ms - busy["busy"])
     data_wait = min(idle, wait_ms)
     phases = {name: busy[name] for name in PHASES}

@@ -216,6 +216,7 @@ def _child(argv: list[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"not_run": f"no result within {CHILD_SECONDS:.0f} s"}
     if done.returncode != 0:
+        # The end of stderr names the error.
         last_words = " ".join(done.stderr.split()[-40:])
         return {"not_run": f"exit code {done.returncode}: {last_words}"}
     last_line = done.stdout.splitlines()[-1]

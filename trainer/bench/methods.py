@@ -12,7 +12,7 @@ from trainer.config.checks import check
 from trainer.config.schema import Config
 from trainer.distributed.device import choose_device
 from trainer.distributed.ranks import Ranks
-from trainer.errors import InputError
+from trainer.errors import problem_list
 from trainer.run.machine import provenance
 from trainer.sweep.definition import SweepRun
 
@@ -28,10 +28,12 @@ def bench_methods(rows: Sequence[SweepRun], seconds: float, views: int = 0) -> d
     device = choose_device(rows[0].config, Ranks())
     views = views or rows[0].config.data.images_per_step * rows[0].config.views.num_views
     steps = {row.row: fixed_steps(_with_views(row, views), Ranks(), device) for row in rows}
+    # The first steps compile the model, so neither their time nor their skipped updates count.
     for each in steps.values():
         each.warm_up()
         each.take_skipped()
     windows = {name: each.window() for name, each in steps.items()}
+    # Alternating windows share the changes of the machine's speed, so the ratios do not contain them.
     samples = interleave(windows, seconds, min_calls=MIN_CALLS[device.type])
     figures = {name: spread(values, 1e3) for name, values in samples.items()}
     base = figures[rows[0].row]["median"]
@@ -49,12 +51,12 @@ def bench_methods(rows: Sequence[SweepRun], seconds: float, views: int = 0) -> d
 
 def _with_views(row: SweepRun, views: int) -> Config:
     """Return the row's config with as many images in a step as give `views` views."""
+    # All rows encode the same number of views, so a row with more views has fewer images.
     images, rest = divmod(views, row.config.views.num_views)
     config = replace(row.config, data=replace(row.config.data, images_per_step=images))
     problems = check(config)
     if rest:
         problems = [f"{views} views are not a multiple of views.num_views {row.config.views.num_views}: change --views"]
     if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise InputError(f"row {row.row} cannot make steps of {views} views:\n{listed}")
+        raise problem_list(f"row {row.row} cannot make steps of {views} views", problems)
     return config

@@ -196,6 +196,7 @@ def _compute(result: Result) -> Report:
 
 
 def _methods(result: Result) -> Report:
+    # The first row is the measure of all others.
     rows = [[name, spread_text(figure), f"{result['times'][name]:.3f}"] for name, figure in result["figures"].items()]
     return Report([f"a step of {result['views_per_step']} views", result["unit"], "times the first"], rows)
 

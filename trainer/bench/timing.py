@@ -48,6 +48,7 @@ def timed_after(prepare: Callable[[], Any], function: Callable[[Any], Any], devi
     It synchronizes the device around each call, so on a GPU the time includes the launch, which `timed` hides."""
 
     def window(calls: int) -> float:
+        # Only the calls themselves are timed, so the device must be idle before each.
         elapsed = 0.0
         for _ in range(calls):
             prepared = prepare()

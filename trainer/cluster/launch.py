@@ -38,6 +38,7 @@ def launch(request: Request, cluster: str, *, dry_run: bool) -> int:
         raise InputError(f"--ranks_per_node is {request.ranks_per_node}: give at least 1")
     if cluster == "local" and nodes != (1, 1):
         raise InputError(f"--nodes is {request.nodes}, but --cluster local runs on this machine only: remove --nodes")
+    # Check every run before the first one starts.
     configs = [fit_to_nodes(config, nodes, request.ranks_per_node) for config in read_configs(request)]
     for config in configs:
         check_run(config, nodes, request)
@@ -122,6 +123,7 @@ def submit_runs(
     followers = {config.run_dir: _active_evaluator(Path(config.run_dir)) for config in configs}
     try:
         take_snapshot(code)
+        # The jobs read copies, so that the files may be edited meanwhile.
         settings = [str(save_settings(config, code)) for config in configs]
         commands = [[*words, "--config", file] for words, file in zip(commands, settings, strict=True)]
         # Mark the runs before they are submitted: a job may start at once and write its state.

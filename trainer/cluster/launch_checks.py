@@ -78,6 +78,7 @@ def absolute(config: Config, subfolder: str = "") -> Config:
     subfolder: folder of the run in run_dir."""
     check_run_dir_is_set(config.run_dir)
 
+    # An empty path means that the setting is not used.
     def full(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else path
 

@@ -68,6 +68,7 @@ def _environment(rank: int, ranks: int, launch: str) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key != "MASTER_PORT"}
     if ranks == 1:
         return env
+    # Without a limit each rank would start a thread for every core.
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     variables = {
         "RANK": rank,

@@ -51,6 +51,7 @@ def _expand_numbers(ranges: str, text: str) -> list[str]:
         if limits is None or limits[1] < limits[0]:
             raise InputError(f"cannot read {span!r} in the node list {text!r}: give numbers such as 01-03")
         first, last = limits
+        # The zeros at the front belong to the names.
         first_text, _, _ = span.partition("-")
         width = len(first_text)
         numbers += [str(number).zfill(width) for number in range(first, last + 1)]

@@ -172,6 +172,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     Raises InputError for a folder that is missing or holds no run."""
     found: dict[Path, None] = {}
     for folder in folders:
+        # A sweep has its runs two levels deep: row, then seed.
         runs = _runs_in(folder) or _runs_below(folder)
         if not runs:
             problem = "holds no run" if folder.is_dir() else "is not a folder"

@@ -152,6 +152,7 @@ def _cells(row: Row) -> dict[str, list[str]]:
     if row["total_steps"] is not None:
         step = f"{step}/{row['total_steps']}"
     reason = f"({row['job_reason']})" if row["job_reason"] else None
+    # Outside SLURM there is nothing to show in these columns.
     job = [part for part in (row["job_id"], row["job_state"], reason) if part]
     evaluation = ["-"]
     found = row["evaluation"]

@@ -21,7 +21,7 @@ from trainer.config.checks import check
 from trainer.config.names import KEYS, closest, unknown_setting
 from trainer.config.schema import Config, flatten
 from trainer.config.yaml_values import read_value, read_yaml
-from trainer.errors import InputError
+from trainer.errors import InputError, problem_list
 from trainer.files import shipped_folder, write_text
 
 # Sources of values that are not files.
@@ -93,8 +93,7 @@ def load_settings(
         config = _build(flat)
         problems = check(config, method=check_method)
     if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise InputError(f"{len(problems)} problem(s) with the settings:\n{listed}")
+        raise problem_list(f"{len(problems)} problem(s) with the settings", problems)
     given = {word.key: word.source for word in words}  # in the order of the files
     others = {key: DEFAULT for key in KEYS if key not in given}
     return Settings(config, given | others)
@@ -120,6 +119,7 @@ def find_config(path: Path, kind: str = "recipe") -> Path:
         recipes = recipes / "sweeps"
     recipe = recipes / f"{path}.yaml"
     if not recipe.exists():
+        # Propose the nearest name, or else all of them.
         names = sorted(file.stem for file in recipes.glob("*.yaml"))
         hint = closest(str(path), names) or f": choose one of {', '.join(names)}"
         raise InputError(f"{path} is neither a file nor the name of a {kind}{hint}")

@@ -22,6 +22,7 @@ _NUM_OPERATIONS = 4
 
 def color_matrices(plan: Plan, recipe: ViewsConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (A, C), each (N, d, 3, 3): a pixel x of a view with mean m becomes A x + C m, all in levels 0..255."""
+    # A pivot maps the mean pixel to the value that contrast keeps.
     pivot = _EYE if recipe.contrast_pivot == "channel" else _TO_GRAY
     scale, constant = _operations(plan.factors, pivot)
     # Start with the identity: A = I, C = 0.

@@ -95,6 +95,7 @@ def view_arrays(
         sigma = np.maximum(plan.blur_sigma, 0.01)
         fields += [sigma.astype(np.float32), taps.astype(np.int32)]
     if has_solarisation(recipe):
+        # A view that is not solarised gets a level that no pixel reaches.
         fields.append(np.where(plan.solarize, 128, _NO_LEVEL).astype(np.int32))
     # The fields are (N, d, ...); the graph takes all fields of view 0, then those of view 1, ...
     return [np.ascontiguousarray(f[:, view]) for view in range(recipe.num_views) for f in fields]
@@ -246,6 +247,7 @@ def _resize(image: Any, start: Any, end: Any, recipe: ViewsConfig) -> Any:
     from nvidia.dali import fn, types
 
     interpolations = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}
+    # DALI resizes the window itself, so no crop is copied.
     return fn.resize(
         image,
         size=(recipe.size, recipe.size),

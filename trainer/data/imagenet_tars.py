@@ -248,6 +248,7 @@ def _read_devkit(path: Path) -> tuple[list[str], list[str]]:
     except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {error}; get it again") from error
     wnids = _read_wnids(files[_META], path)
+    # A number without a class means that the two files do not belong together.
     unknown = sorted(set(ids) - wnids.keys())
     if unknown:
         raise InputError(f"{path}: {_VAL_IDS} has the class {unknown[0]}, which {_META} lacks")

@@ -63,6 +63,7 @@ def _list_entries(folder: Path) -> _Entries:
     found = _Entries([], [], [])
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
+            # Hidden files belong to the system or to other programs.
             if entry.name.startswith("."):
                 continue
             if entry.is_symlink() and not os.path.exists(entry.path):
@@ -178,6 +179,7 @@ def _add_classes(listing: Listing, folder: Path, entries: _Entries, has_boxes: b
     """
     class_names = listing.class_names
     listing.notes.extend(_note_oddities(folder, entries, class_names))
+    # A folder that is no class of the training split has no label.
     found_classes = set(entries.folders) & set(class_names)
     for label in sorted(map(class_names.index, found_classes)):
         names = _list_files(folder, class_names[label], listing.folders)

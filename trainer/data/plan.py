@@ -68,6 +68,7 @@ class Planner:
         self.num_images = num_images
         self.images_per_step = images_per_step
         self.steps_per_epoch = num_images // images_per_step
+        # The current epoch and its order, which takes a while to draw for a large set.
         self._order_of: tuple[int, NDArray[np.int64]] | None = None
 
     def plan(self, step: int) -> Plan:

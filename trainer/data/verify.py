@@ -228,6 +228,7 @@ def _list_in_tars(
 def _list_in_index(index: Index) -> Iterator[StoredImage]:
     """Yield the images that an index of shards lists."""
     for i in range(len(index)):
+        # The index knows sizes and places, so no image is opened here.
         shard, offset, nbytes = index.place(i)
         height = int(index.heights[i])
         width = int(index.widths[i])

@@ -84,6 +84,7 @@ def core_warnings(ranks: Ranks, threads: int, *, on_gpu: bool, env: Mapping[str,
             f"this job asked for {per_task} cores per task, but rank {ranks.rank} may use {bound}: srun only reads the number "
             f"on the srun command line, so add --cpus-per-task={per_task} there"
         ]
+    # A GPU takes in images faster than two cores can decode them.
     needed = _CORES_FOR_A_GPU if on_gpu else 2
     if (under_slurm or on_gpu) and threads < needed:
         return [

@@ -117,6 +117,7 @@ class _SumOfGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.ranks = dist.get_world_size(group)
+        # The all-reduce works in place, but must not change its input.
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -124,4 +125,5 @@ class _SumOfGroup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Every rank has the same gradient, and DDP divides by the number of ranks.
         return gradient * ctx.ranks, None

@@ -55,8 +55,17 @@ def indivisible_images(config: Config) -> int:
 def micro_batches(config: Config, images_per_rank: int) -> int:
     """Return the number of micro-batches that a rank's images are divided into.
 
-    Raises InputError if the images cannot be divided into accumulation_steps micro-batches, or into micro-batches of at
-    most images_per_micro_batch images, or if CUDA graphs are on and one micro-batch is not enough."""
+    Raises InputError if the rank does not hold whole blocks of the method, if its images cannot be divided into
+    accumulation_steps micro-batches, or into micro-batches of at most images_per_micro_batch images, or if CUDA graphs are
+    on and one micro-batch is not enough."""
+    block = config.method_settings.images_of_block()
+    if images_per_rank % block:
+        images = config.data.images_per_step
+        raise InputError(
+            f"each of {images // images_per_rank} ranks holds {images_per_rank} of the {images} images of a step, but "
+            f"{config.method} needs a multiple of {block} on every rank: start a number of ranks that divides "
+            f"{images // block}, or set data.images_per_step higher"
+        )
     count = _micro_batches(config, images_per_rank)
     if count > 1 and config.cuda_graphs:
         # torch keeps a graph's gradients in the memory of the graph, and the next replay overwrites them.

@@ -176,6 +176,7 @@ class Peers:
             if error is not None:
                 raise error
             return
+        # Keys of the store cannot be reused, so each check has its own prefix.
         self._checks += 1
         store = dist.PrefixStore(f"check {self._checks}", self._store)
         problem = "" if error is None else _describe(error)

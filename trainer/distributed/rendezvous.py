@@ -224,6 +224,7 @@ def compare_ranks(
     end = time.monotonic() + timeout.total_seconds()
     host_facts = {"host": socket.gethostname(), "world_size": ranks.world_size}
     written = json.dumps({**host_facts, **facts}, default=str)
+    # A second process of the same rank would overwrite the facts of the first.
     if store.add(f"arrived/{ranks.rank}", 1) > 1:
         raise InputError(
             f"rank {ranks.rank}: another process has already joined as this rank. Start every rank once, and "
@@ -231,6 +232,7 @@ def compare_ranks(
         )
     store.set(f"rank/{ranks.rank}", written)
     if not ranks.is_first:
+        # Other ranks only wait for the verdict.
         verdict = json.loads(_wait(store, _VERDICT_KEY, end, "rank 0"))
         if verdict["code"]:
             store.add(_READERS_KEY, 1)
@@ -238,6 +240,7 @@ def compare_ranks(
             raise error_class(verdict["message"])
         return
     try:
+        # The verdict of rank 0 ends all ranks, also if one of them never arrives.
         all_facts = []
         for rank in range(ranks.world_size):
             text = _wait(store, f"rank/{rank}", end, f"rank {rank}")

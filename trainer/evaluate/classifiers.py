@@ -263,6 +263,7 @@ def _average_statistics(encoder: nn.Module, place: Place) -> None:
 
 def _keep(path: Path, identity: str, epoch: int, classifiers: Classifiers, optimizer: torch.optim.Optimizer) -> None:
     """Write the progress after `epoch` epochs. A failure only means that an interruption costs more: log it."""
+    # The identity tells whether progress that is found later belongs to the same experiment.
     content = {
         "identity": identity,
         "epoch": epoch,

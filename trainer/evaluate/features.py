@@ -80,6 +80,7 @@ def open_split(name: str, place: Place) -> Split:
     root = place.config.data.root
     index = open_on_all_ranks(place.config.data, name, place.ranks)
     labels = np.asarray(index.labels, np.int64)
+    # Images without a label take no part in the evaluation.
     split = Split(
         name=name,
         index=index,

@@ -39,6 +39,7 @@ def load_encoder(
     preprocess: replaces what the source says, or for weights of another program what timm or torchvision says.
 
     Raises InputError if the source does not exist or does not hold one encoder. Files are only read as data."""
+    # timm:NAME, torchvision:NAME=FILE, or a path.
     kind, _, rest = str(source).partition(":")
     if kind in ("timm", "torchvision") and rest:
         name, _, file = rest.partition("=")
@@ -93,6 +94,7 @@ def _build(
 
     settings: by dotted name; a missing one has its default value. Raises InputError naming `path` for a wrong value."""
     # Words of a command line are checked for types and ranges.
+    # The checkpoint says which encoder it holds.
     words = [f"--{key}={settings[key]}" for key in _SETTINGS if key in settings]
     try:
         config = load_config(None, words, check_method=False)

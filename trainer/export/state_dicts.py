@@ -149,6 +149,7 @@ def _differences(found: State, expected: State) -> list[str]:
         "of another shape": [],
         "not of plain floating-point numbers": [],
     }
+    # Tensors of both sides must have the same shape and a plain dtype.
     for name in sorted(expected.keys() & found.keys()):
         if found[name].shape != expected[name].shape:
             named["of another shape"].append(name)

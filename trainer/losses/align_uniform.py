@@ -27,6 +27,7 @@ def uniformity(x: Tensor, queue: Tensor | None = None, *, t: float) -> Tensor:
         # The squared distance of rows of length 1 is 2 - 2 cos.
         of_pairs = (2 * t * (rows @ rows.T - 1)).exp()
         total = of_pairs.triu(1).sum()
+        # Each pair of different rows counts once.
         num_pairs = len(rows) * (len(rows) - 1) // 2
         if queue is not None:
             total = total + (2 * t * (rows @ queue.to(rows.dtype).T - 1)).exp().sum()

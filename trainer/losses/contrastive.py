@@ -71,6 +71,7 @@ def contrastive_loss(
 def _check(v: Tensor, candidates: Tensor, num_views: int, first_image: int) -> None:
     """Raise InputError for shapes that do not fit."""
     for name, x in (("v", v), ("candidates", candidates)):
+        # Both must be matrices of rows with the same size, the same number for each view.
         is_matrix = x.dim() == 2 and x.is_floating_point()
         if not is_matrix or x.shape[1] != v.shape[1] or x.shape[0] % num_views:
             raise InputError(
@@ -78,6 +79,7 @@ def _check(v: Tensor, candidates: Tensor, num_views: int, first_image: int) -> N
             )
     if num_views < 2:
         raise InputError(f"num_views is {num_views}: a contrastive loss needs 2 views or more")
+    # Without another image there is no negative, and the denominator would be empty.
     num_images = len(v) // num_views
     num_candidates = len(candidates) // num_views
     if num_candidates < 2:

@@ -42,5 +42,6 @@ def regression_loss(predictions: Tensor, targets: Tensor, *, num_views: int, nor
         t = t.unflatten(0, (num_views, -1))
         # Both directions of each pair of views.
         squares = torch.stack([(p[a] - t[b]).square() for a, b in permutations(range(num_views), 2)])
+        # For rows of length 1 the sum of the squares is 2 - 2 cos.
         distances = squares.sum(-1) if normalize else squares.mean(-1)  # (directions, N)
         return 2 * distances.mean()

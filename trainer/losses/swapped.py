@@ -49,6 +49,7 @@ def assignments(
     scores: (d, N, C). epsilon: smoothness. sum_over_ranks: sums a tensor (d, 1, C) over ranks, once in each iteration, so that
     the shares are those of the images of all ranks.
     """
+    # Scores are cosines, so the range of epsilon keeps this finite without subtracting a maximum.
     q = (scores / epsilon).exp()
     for _ in range(iterations):
         # The constant factors of the usual formulation cancel in the last division.

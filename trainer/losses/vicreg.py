@@ -49,6 +49,7 @@ def vicreg_terms(
         centred = views - mean
         covariance = sum_over_ranks(centred.mT @ centred) / (num_images - 1)  # (d, k, k)
         variance = covariance.diagonal(dim1=1, dim2=2)
+        # The gradient of a root at 0 is infinite, so a constant is added.
         deviation = (variance + _EPS).sqrt()
         spread = (1 - deviation).relu().mean()
         off_diagonal = covariance.square().sum() - variance.square().sum()

@@ -82,6 +82,7 @@ def wmse_loss_with_status(
     """
     _check(v, num_views, slice_size, iterations, whitening)
     num_images = v.shape[0] // num_views
+    # The trainer passes permutations of the seed; a caller without them gets random ones.
     if permutations is None:
         permutations = draw_permutations(iterations, num_images, v.device, generator)
     elif permutations.shape != (iterations, num_images) or permutations.dtype != torch.int64:

@@ -42,6 +42,10 @@ class MethodSettings:
         each of them computes the loss of the group's images."""
         return 1
 
+    def images_of_block(self) -> int:
+        """Return the number of images of which every rank must hold a multiple. 1: the method asks for none."""
+        return 1
+
     def rows_of_statistics(self) -> int:
         """Return the number of rows of which BatchNorm takes statistics, if the method fixes it. 0: the model's settings do."""
         return 0

@@ -85,6 +85,7 @@ class ViewBatchNorm(nn.Module):
 
     def _by_moments(self, x: Tensor, num_parts: int) -> Tensor:
         """Normalise x by the mean and variance of each part, over all ranks if there is a process group."""
+        # Views and groups are both consecutive rows.
         parts = at_least_float32(x).unflatten(0, (num_parts, -1))  # (p, N, C, ...)
         dims = [1, *range(3, parts.dim())]
         var, mean = torch.var_mean(parts, dims, correction=0)  # (p, C)
@@ -165,6 +166,7 @@ def convert_batch_norm(
     """Replace every BatchNorm inside `module` by a ViewBatchNorm, unless a plain one computes the same."""
     if num_views == 1 and group_name is None and rows == 0:
         return module
+    # Replace each one in place; the new one takes over its weights.
     for name, child in module.named_children():
         if isinstance(child, _BatchNorm):
             setattr(module, name, ViewBatchNorm(child, num_views, group_name, world_size, rows))

@@ -70,6 +70,7 @@ def build_encoder(config: ModelConfig, views: ViewsConfig | None = None) -> Any:
                 "views.early_sizes and views.early_size_epochs"
             )
         options["img_size"] = views.size
+    # Without classes timm returns pooled features.
     encoder: Any = timm.create_model(config.backbone, pretrained=False, num_classes=0, **options)
     if config.stem != "imagenet":
         _replace_stem(encoder, config)

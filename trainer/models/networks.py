@@ -35,6 +35,7 @@ class EncoderNetwork(nn.Module):
         parts = batch_norm_parts(config, config.model.encoder_batch_norm)
         self.encoder: Any = convert_batch_norm(encoder, parts, batch_norm_group, world_size, batch_norm_rows)
         stop_counting_batches(self)
+        # The online probe sets this.
         self.keeps_features = False
         self.features: Tensor | None = None
         """Features (R, F) of the last forward, detached, if `keeps_features` is set (online probe)."""
@@ -59,6 +60,7 @@ class EncoderProjector(EncoderNetwork):
     ) -> None:
         super().__init__(config, batch_norm_group, world_size, batch_norm_rows=batch_norm_rows)
         model = config.model
+        # The projector is drawn after the encoder, whose weights so stay the same with any projector.
         projector = Projector(model.projector, self.num_features, model.projector_hidden, model.embedding_size)
         # The projector may take its statistics differently from the encoder.
         parts = batch_norm_parts(config, model.projector_batch_norm)
@@ -82,6 +84,7 @@ class EncoderPredictor(EncoderProjector):
     ) -> None:
         """form: see `Projector`. hidden: size of the predictor's hidden layer."""
         super().__init__(config, batch_norm_group, world_size)
+        # A prediction is compared with an embedding, so it has the same size.
         size = config.model.embedding_size
         predictor = Projector(form, size, [hidden], size)
         parts = batch_norm_parts(config, config.model.projector_batch_norm)

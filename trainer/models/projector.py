@@ -46,6 +46,7 @@ class Projector(nn.Module):
     def __init__(self, form: str, num_features: int, hidden_sizes: Sequence[int], size: int) -> None:
         """form: a value of model.projector, or simsiam_predictor. num_features: F. size: that of the output, k."""
         super().__init__()
+        # A bias before a BatchNorm has no effect, but some published networks have one.
         hidden_bias, hidden_norm, last_bias, last_norm = _FORMS[form]
         sizes = [num_features, *hidden_sizes]
         hidden: list[nn.Module] = []
@@ -56,6 +57,7 @@ class Projector(nn.Module):
             hidden.append(nn.ReLU())
         self.hidden = nn.Sequential(*hidden)
         self.last = nn.Linear(sizes[-1], size, bias=last_bias)
+        # SimCLR leaves out the shift of the last BatchNorm, SimSiam scale and shift.
         self.norm = nn.Identity() if last_norm == "none" else nn.BatchNorm1d(size, affine=last_norm != "plain")
         if last_norm == "no_shift":
             self.norm.register_parameter("bias", None)

@@ -23,6 +23,7 @@ class TargetNetwork(nn.Module):
         super().__init__()
         self.encoder = copy.deepcopy(online.encoder)
         self.projector = copy.deepcopy(online.projector)
+        # The optimizer and DDP leave out parameters without a gradient.
         self.requires_grad_(False)
 
     @torch.no_grad()
@@ -38,6 +39,7 @@ class TargetNetwork(nn.Module):
     @torch.no_grad()
     def follow(self, online: EncoderProjector, momentum: float) -> None:
         """Replace each weight t by momentum t + (1 - momentum) s, where s is the weight of encoder or projector."""
+        # Parameters of a copy have the same order as those of the original.
         targets: list[Tensor] = list(self.parameters())
         sources: list[Tensor] = [*online.encoder.parameters(), *online.projector.parameters()]
         torch._foreach_lerp_(targets, sources, 1 - momentum)

@@ -35,6 +35,7 @@ class UntrainedState:
         """Undo changes that a backward makes to the state.
 
         With activation checkpointing, backward runs the forward again, which would update the statistics a second time."""
+        # Without it a backward changes no state, so no copy is needed.
         if not self._recomputes:
             yield
             return

@@ -193,6 +193,7 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
+        # A line of a program that was killed may be cut, or hold anything.
         if isinstance(values, dict) and number(values, "step") is not None:
             found.append(values)
         else:

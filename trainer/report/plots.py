@@ -124,6 +124,7 @@ def draw_bands(plots: Mapping[str, Sequence[Band]], xlabel: str) -> bytes:
     """Draw plots side by side, and return the PNG file. plots: the bands of each plot, by the label of its y axis."""
     with rc_context(_STYLE):
         figure = Figure(figsize=(5.2 * len(plots), 3.6), layout="constrained")
+        # Each figure has its own scale, so plots stand side by side instead of sharing axes.
         drawn = figure.subplots(1, len(plots), squeeze=False)[0]
         for axes, (ylabel, bands) in zip(drawn, plots.items(), strict=True):
             axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -131,9 +132,11 @@ def draw_bands(plots: Mapping[str, Sequence[Band]], xlabel: str) -> bytes:
                 y = np.array(band.y)
                 spread = np.array(band.spread)
                 axes.plot(band.x, y, marker="o", markersize=3, color=band.color, label=_short(band.label))
+                # A spread that is not known (NaN) draws no band.
                 axes.fill_between(band.x, y - spread, y + spread, color=band.color, alpha=0.2, linewidth=0)
             axes.legend(fontsize=7, frameon=False)
         file = io.BytesIO()
+        # A PNG can be shown beside a Markdown table, where an SVG often cannot.
         figure.savefig(file, format="png", dpi=150)
         return file.getvalue()
 

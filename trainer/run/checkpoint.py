@@ -272,6 +272,7 @@ def choose_checkpoint(run_dir: Path, which: str) -> Path:
         if not found:
             raise InputError(f"{folder} holds no checkpoint: wait until the run has saved one")
         return found[-1][1]
+    # A number is a step, anything else a path.
     if which.isdigit():
         path = checkpoint_path(folder, int(which))
         if not path.exists():

@@ -36,6 +36,7 @@ def _first_difference_of_dicts(found: Any, wanted: dict[Any, Any], where: str) -
     for key, item in wanted.items():
         if key not in found:
             return f"{where} has no {key}"
+        # The first difference says enough: others often follow from it.
         difference = first_difference(found[key], item, f"{where}.{key}")
         if difference:
             return difference

@@ -102,6 +102,7 @@ class FaultCounter:
             self.consecutive = 0
             self._made_progress = True
             return
+        # A later message names the first of the skipped updates.
         if not self.consecutive:
             self._first_step = step
         self.consecutive += 1

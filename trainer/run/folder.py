@@ -129,6 +129,7 @@ def start_logging(run_dir: Path | None, rank: int) -> None:
 
     Other ranks log warnings only, with their number."""
     root = logging.getLogger()
+    # A second call replaces the handlers, when the folder of the run is known.
     for old in root.handlers[:]:
         root.removeHandler(old)
         old.close()

@@ -154,6 +154,7 @@ class RunState:
         """Write that an error ends the run, unless `start` was never called. The message of the first call stays."""
         if not self._fields:
             return
+        # A message of many lines would make the table of `wmse status` unreadable.
         message = " ".join(str(error).split())[:_MESSAGE_LENGTH] or type(error).__name__
         # A table of several runs tells a run that diverged from one that failed for another reason.
         diverged = {"step": error.step, "reason": error.reason} if isinstance(error, DivergedError) else None

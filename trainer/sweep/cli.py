@@ -27,7 +27,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         metavar="FILE",
-        help="without a sweep file: a row for each config or recipe",
+        help="without a sweep file: a config or recipe that becomes a row; give it once for each row",
     )
     parser.add_argument(
         "--seeds", default="", metavar="S1,S2", help="seeds of each row (default: those of the file, or 0)"
@@ -44,7 +44,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data_on_nodes", action="store_true", help="with --slurm: data.root exists on the compute nodes only"
     )
-    # What the sweep itself starts for one run.
+    # The sweep starts the process of a run with these.
     parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--untrained", action="store_true", help=argparse.SUPPRESS)
 
@@ -53,6 +53,7 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
     """Run a sweep, or one run of it. Returns the exit code.
 
     file: the definition. own: the parsed options. rest: the other words, which are site options or settings."""
+    # The sweep has started this process, or SLURM this task, for one run.
     if own.task:
         from trainer.sweep.task import run_task
 
@@ -65,7 +66,7 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
     from trainer.sweep.definition import read_sweep
     from trainer.sweep.local import run_here
     from trainer.sweep.plan import Plan, active_jobs, check_runs
-    from trainer.sweep.progress import end_of
+    from trainer.sweep.progress import why_unfinished
     from trainer.sweep.table import write_table
 
     runs = read_sweep(file, own.config or [], own.seeds, settings, own.out)
@@ -80,23 +81,34 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
             "--exclusive false and --memory for one run where the site asks for whole nodes"
         )
     # The evaluation needs the test split, so that is checked as well.
-    request = Request([], [], "", "1", 1, site, with_evaluator=True, data_on_nodes=own.data_on_nodes)
+    request = Request(
+        config=[],
+        settings=[],
+        array="",
+        nodes="1",
+        ranks_per_node=1,
+        site=site,
+        with_evaluator=True,
+        data_on_nodes=own.data_on_nodes,
+    )
     check_runs(runs, request)
     own.out.mkdir(parents=True, exist_ok=True)
+    # Two sweeps in one folder would start the same runs.
     with lock_run_folder(own.out):
         jobs = active_jobs(runs)
         for run in runs:
             if run.config.run_dir in jobs:
-                print(f"{run.name}: SLURM job {jobs[run.config.run_dir]} has it")
+                print(f"{run.name}: waits or runs as SLURM job {jobs[run.config.run_dir]}")
         free = [run for run in runs if run.config.run_dir not in jobs]
         plan = Plan(runs, jobs, retry_failed=own.retry_failed)
         if own.slurm:
             return _submit(free, plan, request, own.out)
         is_stopped = run_here(free, plan, own.jobs)
         write_table(runs, own.out)
+    # A sweep that was stopped asks to be started again, as a preempted run does.
     if is_stopped:
         return PREEMPTED
-    return FAILED if any(end_of(run.config) for run in runs) else DONE
+    return FAILED if any(why_unfinished(run.config) for run in runs) else DONE
 
 
 def _check_options(file: Path | None, own: argparse.Namespace, site_words: Sequence[str]) -> None:
@@ -108,7 +120,11 @@ def _check_options(file: Path | None, own: argparse.Namespace, site_words: Seque
     if own.jobs < 1:
         raise InputError(f"--jobs is {own.jobs}: give at least 1")
     if own.slurm and (own.table or own.jobs > 1):
-        raise InputError("--slurm goes without --table and --jobs: SLURM decides how many runs it starts at a time")
+        raise InputError(
+            "--slurm excludes --table and --jobs: SLURM decides how many runs it starts at a time, and the table is made when "
+            "they have ended"
+        )
+    # Options of the cluster would have no effect on this machine.
     for_slurm = [
         *site_words[:1],
         *(["--site"] if own.site else []),
@@ -123,12 +139,16 @@ def _submit(runs: Sequence[SweepRun], plan: Plan, request: Request, out: Path) -
     from trainer.cluster.launch import submit_runs
     from trainer.cluster.launch_checks import absolute
 
+    # A run without a command has nothing left to do.
     commands = [(run, plan.command(run)) for run in runs]
     due = [(absolute(run.config), command) for run, command in commands if command is not None]
     if not due:
-        print("nothing to submit: all runs are finished, failed (--retry_failed starts them again), or with SLURM")
+        print(
+            "nothing to submit: every run is finished, has failed (--retry_failed starts it again), or waits or runs in SLURM"
+        )
         return DONE
     folder = out.absolute()
+    # Each task evaluates its own run, so the array needs no evaluators.
     submit_runs(
         [config for config, _ in due],
         (1, 1),
@@ -137,7 +157,7 @@ def _submit(runs: Sequence[SweepRun], plan: Plan, request: Request, out: Path) -
         [command for _, command in due],
     )
     print(
-        f"output of the jobs: {folder / 'slurm'}; `wmse status {out}` shows their progress, and this command with --table "
-        "instead of --slurm and its options the table. Give the command again to submit what was lost"
+        f"output of the jobs: {folder / 'slurm'}; `wmse status {out}` shows their progress. For the table, give this command "
+        "with --table in place of --slurm and its options. To submit lost runs again, repeat this command"
     )
     return DONE

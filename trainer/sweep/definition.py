@@ -14,11 +14,11 @@ from trainer.config.loading import COMMAND_LINE, Settings, find_config, flat_set
 from trainer.config.names import closest
 from trainer.config.schema import Config
 from trainer.config.yaml_values import read_yaml
-from trainer.errors import InputError
+from trainer.errors import InputError, problem_list
 
 _KEYS = {"config": str, "seeds": list, "settings": dict, "protocols": list, "rows": dict, "vary": dict}
 _WANTED = {str: "a text", list: "a list such as [a, b]", dict: "a mapping, with `key: value` on each line"}
-# Each run has its own value of these, and the table its own way to give them.
+# Each run has its own value of these settings, which the definition gives in another way.
 _OWN = {"run_dir": "--out DIR is the folder of all runs", "seed": "give `seeds`, or --seeds 0,1,2"}
 
 
@@ -50,9 +50,13 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class _Row:
+    """A row before its settings are checked."""
+
     name: str
     file: Path
+    """The config file, or the name of a recipe."""
     words: list[str]
+    """Settings as words of the command line; a later word overrides earlier ones."""
 
 
 def read_sweep(
@@ -64,12 +68,13 @@ def read_sweep(
     those of the file; empty: those of the file, or seed 0. settings: words of the command line, which override all others.
 
     Raises InputError that lists all problems of all rows."""
+    # Collect all problems, so that the user can correct them together.
     tree = _read_tree(file, configs)
     problems = [f"unknown key {key}{closest(str(key), _KEYS) or _known()}" for key in tree if key not in _KEYS]
     for key, kind in _KEYS.items():
         if not isinstance(tree.get(key, kind()), kind):
             problems.append(f"{key} is {tree[key]!r}: give {_WANTED[kind]}")
-            del tree[key]
+            del tree[key]  # the rest of the definition is checked without it
     numbers = _seeds(seeds.split(",") if seeds else tree.get("seeds", ["0"]), problems)
     rows = list(_rows(tree, problems))
     if not rows:
@@ -82,13 +87,12 @@ def read_sweep(
     for row in rows if not problems else []:
         row.words.extend(settings)
         try:
-            loaded.append((row, load_settings(find_config(row.file), row.words)))
+            loaded.append((row, load_settings(row.file, row.words)))
         except InputError as error:
-            problems.append(f"row {row.name}: {error}".replace("\n", "\n  "))
+            problems.append(f"row {row.name}: {error}")
     problems += _equal_rows(loaded)
     if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise InputError(f"{len(problems)} problem(s) with the sweep {file or 'of these configs'}:\n{listed}")
+        raise problem_list(f"{len(problems)} problem(s) with the sweep {file or 'of these configs'}", problems)
     return [_run(row, seed, found, out) for row, found in loaded for seed in numbers]
 
 
@@ -100,6 +104,7 @@ def _read_tree(file: Path | None, configs: Sequence[Path]) -> dict[Any, Any]:
                 f"--config does not apply to the sweep {file}, which names its configs: remove one of them"
             )
         return read_yaml(find_config(file, "sweep"))
+    # The name of a config becomes that of its row, and of the folder of its runs.
     names = [path.stem for path in configs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -108,10 +113,12 @@ def _read_tree(file: Path | None, configs: Sequence[Path]) -> dict[Any, Any]:
 
 
 def _known() -> str:
+    """Return the hint for an unknown key that resembles none."""
     return f": a sweep has the keys {', '.join(_KEYS)}"
 
 
 def _seeds(texts: Sequence[Any], problems: list[str]) -> list[int]:
+    """Return the seeds as numbers. Add a problem if a text is no whole number, or if two are equal."""
     numbers = [int(text) for text in texts if str(text).isdecimal()]
     if len(numbers) < len(texts) or len(set(numbers)) < len(numbers) or not numbers:
         problems.append(f"seeds is {list(texts)}: give different whole numbers from 0 on, such as 0,1,2")
@@ -123,7 +130,7 @@ def _rows(tree: dict[Any, Any], problems: list[str]) -> Iterator[_Row]:
     common = _words(tree.get("settings", {}), "settings", problems)
     if "protocols" in tree:
         common += _words({"evaluate.protocols": tree["protocols"]}, "protocols", problems)
-    # One list for each setting, of (what the name of the row gets, words).
+    # For each varied setting a list of its values, each as (ending of the row's name, words).
     choices = []
     for key, values in tree.get("vary", {}).items():
         if not isinstance(values, list) or not values:
@@ -144,6 +151,7 @@ def _rows(tree: dict[Any, Any], problems: list[str]) -> Iterator[_Row]:
             )
             continue
         own = _words({key: value for key, value in content.items() if key != "config"}, f"row {name}", problems)
+        # Later words override earlier ones, so the row overrides the common settings, and `vary` both.
         for chosen in itertools.product(*choices):
             varied = [word for _, words in chosen for word in words]
             ending = "".join(text for text, _ in chosen)
@@ -163,6 +171,7 @@ def _words(tree: dict[Any, Any], where: str, problems: list[str]) -> list[str]:
 
 
 def _gives(words: Sequence[str], key: str) -> bool:
+    """Return whether the words set `key`, as --key VALUE or --key=VALUE."""
     return any(word.partition("=")[0] == f"--{key}" for word in words)
 
 
@@ -188,6 +197,7 @@ def _equal_rows(loaded: Sequence[tuple[_Row, Settings]]) -> list[str]:
     names: dict[Config, str] = {}
     problems = []
     for row, found in loaded:
+        # The folder is no part of the experiment.
         before = names.setdefault(replace(found.config, run_dir=""), row.name)
         if before != row.name:
             problems.append(f"rows {before!r} and {row.name!r} have the same settings: remove one, or change a setting")
@@ -195,6 +205,7 @@ def _equal_rows(loaded: Sequence[tuple[_Row, Settings]]) -> list[str]:
 
 
 def _run(row: _Row, seed: int, found: Settings, out: Path) -> SweepRun:
+    """Return the run of a row with a seed."""
     run_dir = os.path.join(os.path.abspath(out), _slug(row.name), f"seed_{seed}")
     words = (*row.words, f"--seed={seed}", f"--run_dir={run_dir}")
     config = replace(found.config, seed=seed, run_dir=run_dir)

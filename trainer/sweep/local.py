@@ -17,7 +17,7 @@ from trainer.cluster.local import start
 from trainer.run.signals import STOP_SIGNALS
 from trainer.sweep.definition import SweepRun
 from trainer.sweep.plan import Plan
-from trainer.sweep.progress import end_of
+from trainer.sweep.progress import why_unfinished
 
 _LOOK_SECONDS = 0.1
 
@@ -28,8 +28,10 @@ class _Active:
 
     run: SweepRun
     number: int
+    """Position of the run in the sweep, from 1."""
     process: subprocess.Popen[bytes]
     began: float
+    """Time of the start on the monotonic clock, in seconds."""
 
 
 class _Sweep:
@@ -78,28 +80,33 @@ class _Sweep:
             number, run = self._waiting.pop(0)
             command = self._plan.command(run)
             if command is None:
-                self._say(number, run, end_of(run.config) or "is finished")
+                self._say(number, run, why_unfinished(run.config) or "is finished")
                 continue
             self._say(number, run, f"starts in {run.run_dir}")
             words = [*command, "--config", str(run.file), *run.words]
+            # The new process has its own descriptor of the output file, so this one is closed.
             with ExitStack() as stack:
                 process = start(self._with_threads(run, words), self._environment(place), self._output(run, stack))
             return _Active(run, number, process, time.monotonic())
         return None
 
     def _report(self, active: _Active) -> None:
+        """Print how a run has ended, and update the plan."""
         self._plan.ended(active.run)
         seconds = time.monotonic() - active.began
         code = active.process.returncode
         self._say(
-            active.number, active.run, f"{end_of(active.run.config) or 'finished'} (exit code {code}, {seconds:.0f} s)"
+            active.number,
+            active.run,
+            f"{why_unfinished(active.run.config) or 'finished'} (exit code {code}, {seconds:.0f} s)",
         )
 
     def _say(self, number: int, run: SweepRun, what: str) -> None:
+        """Print a line about a run."""
         print(f"[{number}/{self._total}] {run.name}: {what}", flush=True)
 
     def _output(self, run: SweepRun, stack: ExitStack) -> IO[bytes] | int:
-        """Return the file for what a process prints: stderr if only one runs at a time, else a file in the run folder."""
+        """Return the file for what a process prints: descriptor 2 if only one runs at a time, else one in its folder."""
         if len(self._places) == 1:
             return 2
         run.run_dir.mkdir(parents=True, exist_ok=True)
@@ -116,6 +123,7 @@ class _Sweep:
         env = dict(os.environ)
         if len(self._places) == 1:
             return env
+        # Without a limit each process would start a thread for every core.
         env.setdefault("OMP_NUM_THREADS", str(_share(len(self._places))))
         gpus = _gpus()
         if gpus:
@@ -148,11 +156,13 @@ def run_here(runs: Sequence[SweepRun], plan: Plan, jobs: int) -> bool:
 
 
 def _share(jobs: int) -> int:
+    """Return the number of cores for each of `jobs` processes."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
 def _gpus() -> list[str]:
     """Return the names of the GPUs that a process may use, as in CUDA_VISIBLE_DEVICES."""
+    # Importing torch only to count the GPUs would take seconds.
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from trainer.cluster.jobs import find_jobs
 from trainer.cluster.launch_checks import Request, describe_run, refuse_other_settings
 from trainer.cluster.runs import read_run
-from trainer.errors import InputError
+from trainer.errors import InputError, problem_list
 from trainer.sweep.definition import SweepRun
-from trainer.sweep.progress import encoder_key, end_of, protocols_of, untrained_results
+from trainer.sweep.progress import encoder_key, protocols_of, untrained_results, why_unfinished
 
 
 def check_runs(runs: Sequence[SweepRun], request: Request | None) -> None:
@@ -23,13 +23,12 @@ def check_runs(runs: Sequence[SweepRun], request: Request | None) -> None:
             refuse_other_settings(run.config, run.run_dir)
             lines = describe_run(run.config, (1, 1), request) if request else []
         except InputError as error:
-            problems.append(f"  - {run.name}: {error}".replace("\n", "\n    "))
+            problems.append(f"{run.name}: {error}")
             continue
         # The seeds of a row have the same warnings.
         warnings |= dict.fromkeys(f"row {run.row}: {line}" for line in lines if line.startswith("warning: "))
     if problems:
-        listed = "\n".join(problems)
-        raise InputError(f"{len(problems)} run(s) do not fit their settings, their data or their folder:\n{listed}")
+        raise problem_list(f"{len(problems)} run(s) do not fit their settings, their data or their folder", problems)
     for line in warnings:
         print(line)
 
@@ -37,22 +36,25 @@ def check_runs(runs: Sequence[SweepRun], request: Request | None) -> None:
 class Plan:
     """Chooses the runs that have something left to do, and the run that measures each untrained encoder."""
 
-    def __init__(self, runs: Sequence[SweepRun], active: Iterable[str] = (), *, retry_failed: bool = False) -> None:
+    def __init__(self, runs: Sequence[SweepRun], active: Container[str] = (), *, retry_failed: bool = False) -> None:
         """active: folders of the runs that wait or run in SLURM. retry_failed: start failed runs again."""
         self._runs = runs
         self._retry_failed = retry_failed
         # The folder of the run that measures an untrained encoder, by the key of the encoder.
         self._claims: dict[str, str] = {}
+        # A job of an earlier start may be about to measure one.
         for run in runs:
             if run.config.run_dir in active and "--untrained" in (read_run(run.run_dir).launch.get("command") or []):
                 self._claims[encoder_key(run.config)] = run.config.run_dir
 
     def command(self, run: SweepRun) -> list[str] | None:
         """Return the words of the `wmse` command for a run, without its settings; None if it has nothing to do."""
+        # The same settings would fail again, unless the cause was outside of the run.
         if read_run(run.run_dir).status == "failed" and not self._retry_failed:
             return None
+        # A run that is finished may still be the one to measure its untrained encoder.
         untrained = self._claim(run)
-        if not (end_of(run.config) or untrained):
+        if not (why_unfinished(run.config) or untrained):
             return None
         return ["sweep", "--task", *(["--untrained"] if untrained else [])]
 
@@ -74,6 +76,7 @@ class Plan:
 def active_jobs(runs: Iterable[SweepRun]) -> dict[str, str]:
     """Return the SLURM job of each run that waits or runs there, by the run's folder."""
     ids = {}
+    # Ask SLURM once for all jobs that the folders name.
     for run in runs:
         job_id = read_run(run.run_dir).job_id
         if job_id:

@@ -17,8 +17,8 @@ from trainer.sweep.definition import SweepRun
 
 NOT_EVALUATED = "not evaluated"
 UNTRAINED = "random"  # name of the untrained encoder among the checkpoints of `wmse evaluate`
-# Settings of a result that do not change the untrained encoder: it is drawn first, and measured with plain BatchNorm.
-_BESIDE_ENCODER = (
+# Settings that do not change the untrained encoder: its weights are drawn first, and it is measured with plain BatchNorm.
+_NOT_OF_ENCODER = (
     "model.projector",
     "model.embedding_size",
     "model.encoder_batch_norm",
@@ -37,6 +37,7 @@ def is_trained(config: Config) -> bool:
     """Return whether the run has come to its end."""
     run_dir = Path(config.run_dir)
     state = read_run(run_dir).state
+    # A run with max_steps ends as "paused", although nothing is left to do.
     is_paused_as_asked = state.get("status") == "paused" and state.get("step") == config.max_steps
     if state.get("status") != "done" and not is_paused_as_asked:
         return False
@@ -48,6 +49,7 @@ def is_trained(config: Config) -> bool:
 
 def missing(config: Config, checkpoint: str) -> list[str]:
     """Return the protocols that have not measured a checkpoint of the run, or "random", with these settings."""
+    # Read the files each time, because the process of the run writes them.
     results = read_results(Path(config.run_dir) / "eval", None, [])
     return [name for name in protocols_of(config) if find_result(results, config, name, checkpoint) is None]
 
@@ -67,6 +69,7 @@ def find_result(results: Iterable[Result], config: Config, protocol: str, checkp
 
 
 def _has_settings(result: Result, config: Config) -> bool:
+    """Return whether the result is one of this run's data, encoder and settings of the protocol."""
     content = result.content
     data = config.data
     wanted = {
@@ -75,11 +78,12 @@ def _has_settings(result: Result, config: Config) -> bool:
         "test_split": data.test_split,
         "data_root": str(Path(data.root).expanduser().resolve()),
     }
+    # The file of a result may be damaged, or that of another run.
     settings = content.get("settings")
     if not isinstance(settings, dict) or result.is_of_another_run:
         return False
     # A result lists the settings that shape its figures, but some do not change the encoder.
-    found = {key: value for key, value in settings.items() if not key.startswith(_BESIDE_ENCODER)}
+    found = {key: value for key, value in settings.items() if not key.startswith(_NOT_OF_ENCODER)}
     found |= {key: content.get(key) for key in ("train_split", "test_split")}
     # The data set may have moved since the run was measured with its own settings.
     if not result.is_of_run:
@@ -90,6 +94,7 @@ def _has_settings(result: Result, config: Config) -> bool:
 def untrained_results(run: SweepRun, runs: Iterable[SweepRun]) -> dict[str, Result]:
     """Return {protocol: result} of the run's untrained encoder, which any run of the sweep may have measured."""
     found: dict[str, Result] = {}
+    # Another seed draws another encoder.
     for other in runs:
         if other.seed != run.seed:
             continue
@@ -105,16 +110,17 @@ def encoder_key(config: Config) -> str:
     """Return a text that is equal for runs whose untrained encoders have the same results."""
     sections = ("seed", "model.", "views.", "data.", "evaluate.", *(f"{name}." for name in PROTOCOLS))
     # The number of views and the sizes of a step only matter to the training.
-    other = (*_BESIDE_ENCODER, "views.num_views", "data.images_per_step")
+    other = (*_NOT_OF_ENCODER, "views.num_views", "data.images_per_step")
     settings = plain_settings(config)
     kept = {key: value for key, value in settings.items() if key.startswith(sections) and not key.startswith(other)}
     return json.dumps(kept)
 
 
-def end_of(config: Config) -> str:
+def why_unfinished(config: Config) -> str:
     """Say in a few words why the run is not finished; empty if it is trained, and evaluated with these settings."""
     if is_trained(config):
         return NOT_EVALUATED if missing(config, last_checkpoint(config)) else ""
+    # Name the cause as exactly as the run recorded it.
     state = read_run(Path(config.run_dir)).state
     diverged = state.get("diverged")
     if isinstance(diverged, dict):

@@ -22,11 +22,11 @@ from trainer.report.plots import Band, color_of, draw_bands
 from trainer.sweep.definition import SweepRun
 from trainer.sweep.progress import (
     NOT_EVALUATED,
-    end_of,
     find_result,
     last_checkpoint,
     protocols_of,
     untrained_results,
+    why_unfinished,
 )
 
 _FIRST = ("row", "seeds", "steps", "views seen")
@@ -39,7 +39,7 @@ class _Seed:
 
     run: SweepRun
     files: Run
-    end: str
+    unfinished: str
     """Why the run is not finished; empty if it is."""
     results: dict[str, list[Result]]
     """Of the last checkpoint and of the untrained encoder, by the names of their columns."""
@@ -47,6 +47,7 @@ class _Seed:
 
 def write_table(runs: Sequence[SweepRun], out: Path) -> None:
     """Print the table, and write OUT/table.json, table.md and, if the runs kept checkpoints for curves, curves.png."""
+    # Collect the seeds of each row, in the order of the sweep.
     rows: dict[str, list[_Seed]] = {}
     for run in runs:
         rows.setdefault(run.row, []).append(_read(run, runs))
@@ -63,21 +64,24 @@ def write_table(runs: Sequence[SweepRun], out: Path) -> None:
 
 
 def _read(run: SweepRun, runs: Sequence[SweepRun]) -> _Seed:
+    """Read the files of a run. runs: all runs of the sweep, one of which measured the untrained encoder."""
     files = collect_run(run.run_dir, run.name, {"problems": []})
     # The settings of a SLURM job come from a copy, so the sweep knows better which recipe the row names.
     files = replace(files, sources=run.sources)
-    end = end_of(run.config)
+    unfinished = why_unfinished(run.config)
+    # The checkpoint of a run that has not ended is no result of its row.
     trained: list[Result] = []
-    if end in ("", NOT_EVALUATED):
+    if unfinished in ("", NOT_EVALUATED):
         last = last_checkpoint(run.config)
         found = [find_result(files.results, run.config, name, last) for name in protocols_of(run.config)]
         trained = [result for result in found if result is not None]
     untrained = list(untrained_results(run, runs).values())
-    return _Seed(run, files, end, {"trained": trained, "untrained": untrained})
+    return _Seed(run, files, unfinished, {"trained": trained, "untrained": untrained})
 
 
 def _row(name: str, seeds: Sequence[_Seed]) -> dict[str, Any]:
     """Return a row as a JSON value."""
+    # Collect each figure by seed, then summarise it.
     figures: dict[str, dict[str, Any]] = {}
     for seed in seeds:
         for column, results in seed.results.items():
@@ -90,7 +94,8 @@ def _row(name: str, seeds: Sequence[_Seed]) -> dict[str, Any]:
                         figure["paper"] = {"top1": comparison.top1, "differences": comparison.differences}
     for figure in figures.values():
         figure |= {column: _statistics(figure[column]) for column in ("trained", "untrained")}
-    finished = [seed for seed in seeds if not seed.end]
+    # All finished seeds of a row have the same number of steps.
+    finished = [seed for seed in seeds if not seed.unfinished]
     steps = int(last_checkpoint(finished[0].run.config)) if finished else None
     config = seeds[0].run.config
     return {
@@ -100,11 +105,12 @@ def _row(name: str, seeds: Sequence[_Seed]) -> dict[str, Any]:
         "steps": steps,
         "views": steps and steps * config.data.images_per_step * config.views.num_views,
         "figures": figures,
-        "unfinished": {seed.run.seed: seed.end for seed in seeds if seed.end},
+        "unfinished": {seed.run.seed: seed.unfinished for seed in seeds if seed.unfinished},
     }
 
 
 def _label(result: Result, figure: str) -> str:
+    """Return the name of a figure in tables and plots."""
     return f"{result.label}, {figure.replace('_', ' ')}"
 
 
@@ -140,6 +146,7 @@ def _figure_cells(row: dict[str, Any], label: str) -> list[str]:
 
 
 def _mean(found: dict[str, Any] | None) -> str:
+    """Return the text of a mean, with its spread if several seeds give one."""
     if not found:
         return ""
     mean = f"{found['mean']:.2f}"
@@ -149,6 +156,7 @@ def _mean(found: dict[str, Any] | None) -> str:
 def _notes(table: Sequence[dict[str, Any]]) -> list[str]:
     """Explain the numbers, and name what makes figures of the paper incomparable with those beside them."""
     notes = ["Mean ± sample standard deviation over the seeds; accuracies in percent."]
+    # The figures of a row share their differences, which are named once.
     for row in table:
         listed = [figure["paper"]["differences"] for figure in row["figures"].values() if figure["paper"]]
         differences = dict.fromkeys(line for lines in listed for line in lines)
@@ -157,26 +165,29 @@ def _notes(table: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _ends(row: dict[str, Any]) -> str:
+def _reasons(row: dict[str, Any]) -> str:
     """Name the runs of a row that are not finished, with the reasons."""
+    # Seeds that ended for the same reason stand together.
     seeds: dict[str, list[str]] = {}
-    for seed, end in row["unfinished"].items():
-        seeds.setdefault(end, []).append(str(seed))
-    return "; ".join(f"seed {', '.join(numbers)}: {end}" for end, numbers in seeds.items())
+    for seed, reason in row["unfinished"].items():
+        seeds.setdefault(reason, []).append(str(seed))
+    return "; ".join(f"seed {', '.join(numbers)}: {reason}" for reason, numbers in seeds.items())
 
 
 def _markdown(table: Sequence[dict[str, Any]]) -> str:
     """Return a table with a line for each row and columns for each figure. Columns that no row fills are left out."""
+    # Build the columns one after the other, because empty ones are dropped.
     columns = [list(cells) for cells in zip(*[_first_cells(row) for row in table], strict=True)]
     titles = ["", *_FIRST[1:]]
     for label in _labels(table):
         titles += [label, *_COLUMNS[1:]]
         columns += [list(cells) for cells in zip(*[_figure_cells(row, label) for row in table], strict=True)]
     titles.append("not finished")
-    columns.append([_ends(row) for row in table])
+    columns.append([_reasons(row) for row in table])
     shown = [(title, column) for title, column in zip(titles, columns, strict=True) if any(column)]
 
     def line(cells: Iterable[str]) -> str:
+        # A cell is one line, in which bars and stars are only characters.
         escaped = [" ".join(cell.split()).replace("|", "\\|").replace("*", "\\*") for cell in cells]
         return f"| {' | '.join(escaped)} |"
 
@@ -194,14 +205,16 @@ def _print(table: Sequence[dict[str, Any]]) -> None:
         shown.add_column(title, justify="left" if title in ("row", "figure") else "right", overflow="fold")
     for row in table:
         first = _first_cells(row)
+        # A row without figures has one line as well.
         for label in _labels([row]) or [""]:
             shown.add_row(*map(Text, (*first, label, *_figure_cells(row, label))))
+            # The name of the row stands beside its first figure only.
             first = [""] * len(first)
         shown.add_section()
     console = Console()
     console.print(shown)
-    ends = [f"{row['row']}, {_ends(row)}" for row in table if row["unfinished"]]
-    for note in (*ends, *_notes(table)):
+    reasons = [f"{row['row']}, {_reasons(row)}" for row in table if row["unfinished"]]
+    for note in (*reasons, *_notes(table)):
         console.print(Text(printable(note)), soft_wrap=True)
 
 
@@ -213,11 +226,12 @@ def _curves(rows: dict[str, list[_Seed]]) -> dict[str, list[Band]]:
         points: dict[str, dict[float, list[float]]] = {}
         for seed in seeds:
             for result in seed.files.results:
-                figure = next(iter(result.figures), None)
+                figure = next(iter(result.figures), None)  # the main figure of a protocol comes first
                 measured = find_result([result], seed.run.config, result.protocol, result.checkpoint)
                 if figure is not None and measured and result.epoch is not None:
                     of_figure = points.setdefault(_label(result, figure), {})
                     of_figure.setdefault(round(result.epoch, 3), []).append(result.figures[figure])
+        # A single checkpoint gives no curve.
         for label, by_epoch in points.items():
             if len(by_epoch) > 1:
                 plots.setdefault(label, []).append(_band(name, by_epoch, color_of(number)))
@@ -225,6 +239,7 @@ def _curves(rows: dict[str, list[_Seed]]) -> dict[str, list[Band]]:
 
 
 def _band(name: str, by_epoch: dict[float, list[float]], color: str) -> Band:
+    """Return the means and spreads of a row over its seeds. by_epoch: values of the seeds at each epoch."""
     epochs = sorted(by_epoch)
     values = [by_epoch[epoch] for epoch in epochs]
     spreads = [statistics.stdev(some) if len(some) > 1 else math.nan for some in values]

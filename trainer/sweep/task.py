@@ -23,6 +23,7 @@ def run_task(file: Path, words: Sequence[str], *, untrained: bool) -> int:
     code = DONE
     if not is_trained(config):
         code = main(["pretrain", "--config", str(file), *words])
+    # A preempted run continues later: an evaluation would take the time that is left before the job is killed.
     if code not in (DONE, FAILED):
         return code
     commands = []
@@ -51,6 +52,7 @@ def _changed_words(config: Config) -> list[str]:
     """Return the settings that were changed after the training, as words."""
     saved = plain_settings(load_config(Path(config.run_dir) / "config.yaml", []))
     words = []
+    # Without these words the evaluation would use the settings that the run has saved.
     for key, value in plain_settings(config).items():
         if value != saved[key] and key not in ("run_dir", "evaluate.protocols"):
             text = value if isinstance(value, str) else json.dumps(value)

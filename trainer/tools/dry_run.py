@@ -79,6 +79,7 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
             f"checkpoint.keep_every_epochs_after_drop {after_drop} has no effect: optimizer.schedule is "
             f"{config.optimizer.schedule}, in which the learning rate never drops"
         )
+    # Only the whitening cuts slices.
     simclr = config.simclr
     if config.method == "simclr" and not simclr.whiten and simclr.slice_size != type(simclr)().slice_size:
         lines.append(f"simclr.slice_size {simclr.slice_size} has no effect: simclr.whiten is false")

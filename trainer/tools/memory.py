@@ -50,6 +50,7 @@ def memory_lines(config: Config, world_size: int) -> list[str]:
     images = per_rank // micro_batches(config, per_rank)
     device = torch.device("cpu" if config.device == "cpu" else "cuda")
     memory = estimate_memory(config, images * config.views.num_views, device)
+    # A compiled model keeps less for backward than an eager one.
     mode = "compiled" if compiles(config, device) else "eager"
     kept_mib = memory.kept / memory.views / 2**20
     lines = [
@@ -57,6 +58,7 @@ def memory_lines(config: Config, world_size: int) -> list[str]:
         f"moments + {memory.views} views x {kept_mib:.1f} MiB kept for backward ({mode})"
     ]
     if device.type == "cuda":
+        # For each size of GPU say whether it suffices, or what makes it suffice.
         answers = []
         for name, gib in _GPUS.items():
             answer = "yes" if memory.fits(gib) else "no" + _settings_that_fit(config, images, memory, gib)

@@ -51,6 +51,7 @@ def _schedule_lines(config: Config, steps_per_epoch: int) -> list[str]:
         course = "constant"
 
     peak = f"{peak_learning_rate(config):g}"
+    # Show how the peak follows from the setting, because the rule depends on the batch size.
     rules = {"fixed": "", "sqrt": " x sqrt({})", "linear": " x {} / 256"}
     rule = rules[optimizer.learning_rate_rule].format(config.data.images_per_step)
     if rule:
@@ -82,6 +83,7 @@ def _size_lines(config: Config, steps_per_epoch: int) -> list[str]:
 
 def _batch_norm_line(config: Config, world_size: int) -> str:
     model = config.model
+    # If the method fixes the groups, the settings of the model have no effect.
     rows = config.method_settings.rows_of_statistics()
     if rows:
         return f"BatchNorm: statistics of groups of {rows} rows"

@@ -28,8 +28,10 @@ class AlignUniform(QueueMethod):
     def loss(self, outputs: QueueOutput, step: int, images: ImageRange) -> LossOutput:
         """Compute the weighted sum of alignment and uniformity."""
         queries, keys = self.compare(outputs, images)
+        # A key is that of one query, so the alignment needs no other rank.
         align = alignment(queries, keys)
         if self._loss_group is not None:
+            # The pairs of queries are those of all ranks, so their number does not depend on the ranks.
             queries = gather_rows(queries, 1, self._loss_group)
         uniform = uniformity(queries, self.networks.queue, t=self._weights.uniform_t)
         loss = self._weights.align_weight * align + self._weights.uniform_weight * uniform

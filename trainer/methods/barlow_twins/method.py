@@ -27,6 +27,7 @@ class BarlowTwins(Method):
     def loss(self, outputs: Tensor, step: int, images: ImageRange) -> LossOutput:
         """Compute the loss. outputs: embeddings (R, k)."""
         settings = self._config.barlow_twins
+        # Every rank computes the same loss from sums over all ranks.
         loss = settings.scale * barlow_twins_loss(
             outputs,
             num_views=self._config.views.num_views,

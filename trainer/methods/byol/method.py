@@ -30,6 +30,7 @@ class BYOLNetworks(EncoderPredictor):
 
     def __init__(self, config: Config, *batch_norm: Any) -> None:
         super().__init__(config, *batch_norm, form=config.model.projector, hidden=config.byol.predictor_hidden)
+        # After the online networks, so that it copies the weights that they start from.
         self.target = TargetNetwork(self)
 
     def forward(self, pixels: Tensor) -> BYOLOutput:
@@ -66,6 +67,7 @@ class BYOL(Method):
 
     def after_update(self, step: int, skipped: Tensor) -> None:
         """Move the target network towards the updated weights."""
+        # The momentum follows from the step, so a checkpoint need not hold it.
         momentum = self._settings.momentum
         if self._settings.momentum_schedule == "cosine":
             momentum = cosine_momentum(step, self._total_steps, momentum)

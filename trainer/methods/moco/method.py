@@ -18,6 +18,7 @@ class MoCo(QueueMethod):
 
     def loss(self, outputs: QueueOutput, step: int, images: ImageRange) -> LossOutput:
         """Compute the contrastive loss of the queries."""
+        # The queue still holds the keys of earlier steps only: `after_update` adds those of this step.
         queries, keys = self.compare(outputs, images)
         loss = queue_contrast_loss(queries, keys, self.networks.queue, temperature=self._temperature)
         return without_checks(loss, outputs.queries)

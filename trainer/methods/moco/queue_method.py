@@ -36,6 +36,7 @@ class QueueNetworks(EncoderProjector):
     def __init__(self, config: Config, *batch_norm: Any, settings: QueueSettings, symmetric: bool) -> None:
         super().__init__(config, *batch_norm, batch_norm_rows=settings.batch_norm_rows)
         self.target = TargetNetwork(self)
+        # Random directions are negatives too, until the keys of the first steps have replaced them.
         queue = torch.randn(settings.queue_size, config.model.embedding_size)
         self.register_buffer("queue", functional.normalize(queue, dim=1))
         self.symmetric = symmetric
@@ -46,6 +47,7 @@ class QueueNetworks(EncoderProjector):
         """Encode pixels (2N, 3, S, S) uint8, channels_last: queries of view 0, and keys of view 1."""
         images = self.normalize(pixels)
         first, second = images.chunk(2)
+        # With `symmetric` each view gives queries, and the other view their keys.
         of_queries = images if self.symmetric else first
         # The key of a query is the same image in the other view.
         of_keys = torch.cat([second, first]) if self.symmetric else second
@@ -91,6 +93,7 @@ class QueueMethod(Method):
     def after_update(self, step: int, skipped: Tensor) -> None:
         """Move the key network, and replace the oldest keys of the queue by those of this step, in the order of images."""
         self.networks.target.follow(self.networks, self._momentum)
+        # The micro-batches hold consecutive images of each view, so joining them restores the order of the step.
         keys = torch.cat(self._new_keys, dim=1)
         self._new_keys = []
         num_views = len(keys)

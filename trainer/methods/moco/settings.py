@@ -81,6 +81,10 @@ class QueueSettings(MethodSettings):
         """Return the number of images that are shuffled together."""
         return self.shuffle_images
 
+    def images_of_block(self) -> int:
+        """Return the number of images that are shuffled together, which a rank does without the others."""
+        return self.shuffle_images
+
     def rows_of_statistics(self) -> int:
         """Return the size of a BatchNorm group."""
         return self.batch_norm_rows

@@ -27,6 +27,7 @@ class SimCLR(Method):
         self._num_views = context.config.views.num_views
         self._settings = context.config.simclr
         self._loss_group = context.loss_group
+        # Only a whitening can fail.
         if self._settings.whiten:
             self.checks = whitening_checks(self._num_views)
             self.metrics = WHITENING_METRICS

@@ -44,10 +44,12 @@ class SimSiam(Method):
         self.networks = build_networks(SimSiamNetworks, context)
         self._num_views = context.config.views.num_views
         if context.config.simsiam.constant_predictor_rate:
+            # The predictor then adapts to the embeddings until the end of the run, which its authors found to help.
             self.constant_rate = tuple(self.networks.predictor.parameters())
 
     def loss(self, outputs: SimSiamOutput, step: int, images: ImageRange) -> LossOutput:
         """Compute the mean negative cosine of predictions and embeddings of other views."""
+        # With a gradient through the targets as well, the embeddings would collapse.
         targets = outputs.embeddings.detach()
         distance = regression_loss(outputs.predictions, targets, num_views=self._num_views)
         # The two directions of a pair have 2 - 2 cos each.

@@ -40,6 +40,7 @@ class SwAVNetworks(EncoderProjector):
         """Encode pixels (R, 3, S, S) uint8, channels_last, and compare them with the prototypes, which have length 1."""
         embeddings = self.embed(self.normalize(pixels))
         with torch.autocast(embeddings.device.type, enabled=False):
+            # Normalised embeddings and prototypes make each score a cosine.
             scores = self.prototypes(functional.normalize(embeddings, dim=1))
         return SwAVOutput(embeddings, scores)
 
@@ -59,6 +60,7 @@ class SwAV(Method):
     def loss(self, outputs: SwAVOutput, step: int, images: ImageRange) -> LossOutput:
         """Compute the swapped prediction of this rank's images."""
         settings = self._settings
+        # Only small sums go over the ranks: each rank computes the loss of its own rows.
         loss = swapped_prediction_loss(
             outputs.scores,
             num_views=self._num_views,

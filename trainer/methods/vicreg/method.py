@@ -37,6 +37,7 @@ class VICReg(Method):
             num_images=self._config.data.images_per_step,
             sum_over_ranks=partial(sum_of_group, group=self._loss_group),
         )
+        # The terms are metrics as well, without their weights.
         loss = (
             settings.invariance_weight * terms.invariance
             + settings.variance_weight * terms.variance
