@@ -153,6 +153,13 @@ def measure_roofline(
     }
 
 
+def sum_of_outputs(outputs: Any) -> Tensor:
+    """Return a scalar whose backward passes through all networks of a method."""
+    # A method with several networks returns several tensors, some without a gradient.
+    tensors = [outputs] if isinstance(outputs, Tensor) else outputs
+    return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()
+
+
 def count_flop_per_view(config: Config, device: torch.device, dtype: torch.dtype | None) -> float:
     """Count the floating-point operations of an eager forward and backward of a few views, per view."""
     # Collectives and recomputed blocks are not part of the model's arithmetic.
@@ -169,8 +176,5 @@ def count_flop_per_view(config: Config, device: torch.device, dtype: torch.dtype
     with FlopCounterMode(display=False) as counter:
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             outputs = networks(pixels)
-        # A method with several networks returns several tensors, some without a gradient.
-        tensors = [outputs] if isinstance(outputs, Tensor) else outputs
-        total: Any = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
-        total.backward()
+        sum_of_outputs(outputs).backward()
     return counter.get_total_flops() / views

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainer.bench.ceilings import sum_of_outputs
 from trainer.bench.compute import FixedSteps, fixed_steps, peak_memory, sizes, synthetic_views
 from trainer.bench.timing import MIN_CALLS, Window, interleave, spread, timed
 from trainer.config.loading import save_config
@@ -155,8 +156,8 @@ def _networks_alone(steps: FixedSteps) -> Callable[[], None]:
     def forward_backward() -> None:
         dtype = step.autocast_dtype
         with torch.autocast(steps.device.type, dtype, enabled=dtype is not None):
-            embeddings = step.method.networks(pixels)
-        embeddings.backward(torch.ones_like(embeddings))
+            outputs = step.method.networks(pixels)
+        sum_of_outputs(outputs).backward()
         step.optimizer.zero_grad(set_to_none=True)
 
     return forward_backward
