@@ -64,6 +64,9 @@ class Level:
     color: str
 
 
+_LINE_STYLES = ("-", "--", ":")
+
+
 def color_of(number: int) -> str:
     """Return the colour of the run of this number."""
     return COLORS[number % len(COLORS)]
@@ -123,18 +126,25 @@ def draw_curves(
 def draw_bands(plots: Mapping[str, Sequence[Band]], xlabel: str) -> bytes:
     """Draw plots side by side, and return the PNG file. plots: the bands of each plot, by the label of its y axis."""
     with rc_context(_STYLE):
-        figure = Figure(figsize=(5.2 * len(plots), 3.6), layout="constrained")
+        most = max(len(bands) for bands in plots.values())
+        # The height leaves a line of the legend for each band.
+        figure = Figure(figsize=(5.2 * len(plots) + 2, max(3.6, 0.2 * most + 0.6)), layout="constrained")
         # Each figure has its own scale, so plots stand side by side instead of sharing axes.
         drawn = figure.subplots(1, len(plots), squeeze=False)[0]
         for axes, (ylabel, bands) in zip(drawn, plots.items(), strict=True):
             axes.set(xlabel=xlabel, ylabel=ylabel)
-            for band in bands:
+            for number, band in enumerate(bands):
                 y = np.array(band.y)
                 spread = np.array(band.spread)
-                axes.plot(band.x, y, marker="o", markersize=3, color=band.color, label=_short(band.label))
+                # Where the colours repeat, the kind of the line differs.
+                repeats = sum(earlier.color == band.color for earlier in bands[:number])
+                style = _LINE_STYLES[repeats % len(_LINE_STYLES)]
+                axes.plot(band.x, y, style, marker="o", markersize=3, color=band.color, label=_short(band.label))
                 # A spread that is not known (NaN) draws no band.
-                axes.fill_between(band.x, y - spread, y + spread, color=band.color, alpha=0.2, linewidth=0)
-            axes.legend(fontsize=7, frameon=False)
+                axes.fill_between(band.x, y - spread, y + spread, color=band.color, alpha=0.12, linewidth=0)
+        # One legend, beside the plots, because many bands leave no free place inside.
+        handles, labels = max((axes.get_legend_handles_labels() for axes in drawn), key=lambda found: len(found[0]))
+        figure.legend(handles, labels, loc="outside right center", fontsize=7, frameon=False)
         file = io.BytesIO()
         # A PNG can be shown beside a Markdown table, where an SVG often cannot.
         figure.savefig(file, format="png", dpi=150)

@@ -59,7 +59,7 @@ def write_table(runs: Sequence[SweepRun], out: Path) -> None:
     plots = _curves(rows)
     if plots:
         with atomic_write(out / "curves.png") as file:
-            file.write(draw_bands(plots, "epoch"))
+            file.write(draw_bands(plots, "views seen, thousands"))
     print(f"written to {out}: table.md, table.json{', curves.png' if plots else ''}")
 
 
@@ -222,25 +222,27 @@ def _curves(rows: dict[str, list[_Seed]]) -> dict[str, list[Band]]:
     """Return the band of each row for each protocol that measured several checkpoints, by the label of the figure."""
     plots: dict[str, list[Band]] = {}
     for number, (name, seeds) in enumerate(rows.items()):
-        # label -> epoch -> values of the seeds
+        # label -> views seen -> values of the seeds
         points: dict[str, dict[float, list[float]]] = {}
         for seed in seeds:
             for result in seed.files.results:
                 figure = next(iter(result.figures), None)  # the main figure of a protocol comes first
                 measured = find_result([result], seed.run.config, result.protocol, result.checkpoint)
-                if figure is not None and measured and result.epoch is not None:
+                if figure is not None and measured and result.step is not None:
+                    # Rows with more views of each image see as many views in fewer epochs.
+                    views = result.step * seed.run.config.data.images_per_step * seed.run.config.views.num_views
                     of_figure = points.setdefault(_label(result, figure), {})
-                    of_figure.setdefault(round(result.epoch, 3), []).append(result.figures[figure])
+                    of_figure.setdefault(views / 1000, []).append(result.figures[figure])
         # A single checkpoint gives no curve.
-        for label, by_epoch in points.items():
-            if len(by_epoch) > 1:
-                plots.setdefault(label, []).append(_band(name, by_epoch, color_of(number)))
+        for label, by_views in points.items():
+            if len(by_views) > 1:
+                plots.setdefault(label, []).append(_band(name, by_views, color_of(number)))
     return plots
 
 
-def _band(name: str, by_epoch: dict[float, list[float]], color: str) -> Band:
-    """Return the means and spreads of a row over its seeds. by_epoch: values of the seeds at each epoch."""
-    epochs = sorted(by_epoch)
-    values = [by_epoch[epoch] for epoch in epochs]
+def _band(name: str, by_views: dict[float, list[float]], color: str) -> Band:
+    """Return the means and spreads of a row over its seeds. by_views: values of the seeds by views seen."""
+    views = sorted(by_views)
+    values = [by_views[seen] for seen in views]
     spreads = [statistics.stdev(some) if len(some) > 1 else math.nan for some in values]
-    return Band(name, epochs, [statistics.fmean(some) for some in values], spreads, color)
+    return Band(name, views, [statistics.fmean(some) for some in values], spreads, color)
