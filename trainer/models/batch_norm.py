@@ -56,19 +56,18 @@ class ViewBatchNorm(nn.Module):
         """Normalise x (p*N, C, ...); in evaluation mode with the running statistics."""
         if not self.training:
             y = self._batch_norm(x)
-        elif self.rows:
-            y = self._by_moments(x, len(x) // self.rows)
         elif self.group_name is None:
-            y = self._this_rank(x)
+            num_parts = len(x) // self.rows if self.rows else self.num_views
+            y = self._this_rank(x, num_parts)
         else:
-            y = self._by_moments(x, self.num_views)
+            y = self._all_ranks(x, self.group_name)
         return self.after(y)
 
-    def _this_rank(self, x: Tensor) -> Tensor:
-        """Normalise x with the statistics of this rank, each view separately."""
-        if self.num_views == 1:
+    def _this_rank(self, x: Tensor, num_parts: int) -> Tensor:
+        """Normalise x with the statistics of this rank, each part separately."""
+        if num_parts == 1:
             return self._batch_norm(x)
-        return torch.cat([self._batch_norm(view) for view in x.chunk(self.num_views)])
+        return torch.cat([self._batch_norm(part) for part in x.chunk(num_parts)])
 
     def _batch_norm(self, x: Tensor) -> Tensor:
         """Apply torch's BatchNorm. In training it also updates the running statistics."""
@@ -83,19 +82,16 @@ class ViewBatchNorm(nn.Module):
             eps=self.eps,
         )
 
-    def _by_moments(self, x: Tensor, num_parts: int) -> Tensor:
-        """Normalise x by the mean and variance of each part, over all ranks if there is a process group."""
-        # Views and groups are both consecutive rows.
-        parts = at_least_float32(x).unflatten(0, (num_parts, -1))  # (p, N, C, ...)
-        dims = [1, *range(3, parts.dim())]
-        var, mean = torch.var_mean(parts, dims, correction=0)  # (p, C)
-        count = parts[0, :, 0].numel()
+    def _all_ranks(self, x: Tensor, group_name: str) -> Tensor:
+        """Normalise x with the statistics of all ranks."""
         # Join the mean and variance of this rank's rows with those of the other ranks.
-        if self.group_name is not None:
-            mean, var = _OverRanks.apply(mean, var, self.group_name, self.world_size)
-            count *= self.world_size
+        views = at_least_float32(x).unflatten(0, (self.num_views, -1))  # (d, N, C, ...)
+        dims = [1, *range(3, views.dim())]
+        local_var, local_mean = torch.var_mean(views, dims, correction=0)  # (d, C)
+        mean, var = _OverRanks.apply(local_mean, local_var, group_name, self.world_size)
 
         # The running variance is the unbiased one.
+        count = views[0, :, 0].numel() * self.world_size
         unbiased_var = var.detach() * (count / (count - 1))
         self._update_running(mean.detach(), unbiased_var)
 
@@ -106,23 +102,21 @@ class ViewBatchNorm(nn.Module):
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         # A residual block adds in place to the output. If the output were a view, that would cost copies in backward, so
         # scale and shift are expanded to one for each row.
-        scale = _by_row(scale, parts)
-        shift = _by_row(shift, parts)
-        y = torch.addcmul(shift, parts.flatten(0, 1), scale)
+        scale = self._by_row(scale, views)
+        shift = self._by_row(shift, views)
+        y = torch.addcmul(shift, views.flatten(0, 1), scale)
         return y.to(x.dtype)
 
+    def _by_row(self, values: Tensor, views: Tensor) -> Tensor:
+        """Expand (d, C) to (d*N, C, 1, ...), or (1, C) to (1, C, 1, ...)."""
+        if self.num_views > 1:
+            values = values.repeat_interleave(views.shape[1], 0)
+        return values[(...,) + (None,) * (views.dim() - 3)]
+
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        """Update the running statistics with those of each part, (p, C), in order."""
-        for part in range(len(mean)):
-            self.running_mean.lerp_(mean[part], self.momentum)
-            self.running_var.lerp_(var[part], self.momentum)
-
-
-def _by_row(values: Tensor, parts: Tensor) -> Tensor:
-    """Expand (p, C) to (p*N, C, 1, ...), or (1, C) to (1, C, 1, ...), for parts (p, N, C, ...)."""
-    if len(parts) > 1:
-        values = values.repeat_interleave(parts.shape[1], 0)
-    return values[(...,) + (None,) * (parts.dim() - 3)]
+        for view in range(self.num_views):
+            self.running_mean.lerp_(mean[view], self.momentum)
+            self.running_var.lerp_(var[view], self.momentum)
 
 
 class _OverRanks(torch.autograd.Function):
