@@ -342,7 +342,7 @@ def check_data(words: Words) -> int:
 
 
 def bench(words: Words) -> int:
-    """Measure the speed of loss, loader, compute, end2end, checkpoint, growth or all. Prints JSON on the last line."""
+    """Measure the speed of loss, loader, compute, methods, end2end, checkpoint, growth or all. Prints JSON on the last line."""
     from trainer.bench.cli import add_arguments, run_bench
 
     parser = _parser(bench)

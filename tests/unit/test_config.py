@@ -90,7 +90,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
 
 def test_all_problems_are_reported_with_the_nearest_keys(tmp_path: Path) -> None:
     message = problems(
-        "sed: 1\noptimizer: {epoch: 3, name: rmsprop}\ndata: 7\nviews: {size: abc}",
+        "sed: 1\noptimizer: {epoch: 3, name: rmsprop}\ndata: 7\nviews: {size: abc}\nmodel:",
         tmp_path,
         "--loss.slise_size",
         "4",
@@ -98,6 +98,7 @@ def test_all_problems_are_reported_with_the_nearest_keys(tmp_path: Path) -> None
     )
     for part in (
         "unknown setting sed: did you mean seed?",
+        "model is an empty section: give settings below it, or remove the line",
         "unknown setting optimizer.epoch: did you mean optimizer.epochs?",
         "optimizer.name is 'rmsprop': give one of 'adam', 'lars', 'sgd', 'adamw', 'larc'",
         "data is a section",

@@ -183,7 +183,9 @@ def flat_settings(tree: dict[Any, Any], problems: list[str], prefix: str = "") -
         is_section = any(known.startswith(beginning) for known in (*KEYS, *ALIASES))
         if is_section and isinstance(value, dict):
             yield from flat_settings(value, problems, f"{name}.")
-        elif is_section and value is not None:
+        elif is_section and value is None:
+            problems.append(f"{name} is an empty section: give settings below it, or remove the line")
+        elif is_section:
             problems.append(f"{name} is a section, not a setting: give {name}.KEY, not {value!r}")
         elif ALIASES.get(name, name) not in KEYS:
             problems.append(unknown_setting(name))
@@ -268,7 +270,7 @@ def _type_problem(word: _Word, message: str) -> str:
     if options:
         wanted = f"one of {options[1]}"
     elif isinstance(default, tuple):
-        wanted = f"a list such as {list(default)}"
+        wanted = f"a list such as {list(default)}" if default else "a list such as [1, 2]"
     elif isinstance(default, bool):
         wanted = "true or false"
     elif isinstance(default, float):

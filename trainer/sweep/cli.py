@@ -107,6 +107,7 @@ def run_sweep(file: Path | None, own: argparse.Namespace, rest: Sequence[str]) -
         write_table(runs, own.out)
     # A sweep that was stopped asks to be started again, as a preempted run does.
     if is_stopped:
+        print("the sweep was stopped: give the same command again to continue")
         return PREEMPTED
     return FAILED if any(why_unfinished(run.config) for run in runs) else DONE
 

@@ -70,7 +70,7 @@ class QueueSettings(MethodSettings):
             return []
         return [
             f"{config.method}.queue_size is {self.queue_size}, more than the {keys} keys of the whole run: the rest of the "
-            f"queue stays random; set it to {keys} or less"
+            f"queue stays random; set it to {keys} or less (configs/sweeps/demo_methods.yaml has 4096)"
         ]
 
     def keys_per_step(self, config: Config) -> int:
