@@ -107,7 +107,7 @@ def test_all_problems_are_reported_with_the_nearest_keys(tmp_path: Path) -> None
         "'stray' does not belong to a setting",
     ):
         assert part in message
-    assert message.startswith("7 problem(s)")
+    assert message.startswith("8 problem(s)")
 
 
 def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
