@@ -27,7 +27,8 @@ def bench_methods(rows: Sequence[SweepRun], seconds: float, views: int = 0) -> d
     Raises InputError if a row's method does not support the number of views."""
     device = choose_device(rows[0].config, Ranks())
     views = views or rows[0].config.data.images_per_step * rows[0].config.views.num_views
-    steps = {row.row: fixed_steps(_with_views(row, views), Ranks(), device) for row in rows}
+    configs = {row.row: _with_views(row, views) for row in rows}
+    steps = {name: fixed_steps(config, Ranks(), device) for name, config in configs.items()}
     # The first steps compile the model, so neither their time nor their skipped updates count.
     for each in steps.values():
         each.warm_up()
@@ -44,7 +45,7 @@ def bench_methods(rows: Sequence[SweepRun], seconds: float, views: int = 0) -> d
         "figures": figures,
         "times": {name: figure["median"] / base for name, figure in figures.items()},
         "skipped_steps": {name: each.take_skipped() for name, each in steps.items()},
-        **sizes(rows[0].config, device, Ranks()),
+        **sizes(configs[rows[0].row], device, Ranks()),
         **provenance(device),
     }
 
