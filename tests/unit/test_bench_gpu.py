@@ -112,7 +112,7 @@ def test_a_wrong_result_of_a_backend_is_detected(
 
 def test_a_step_with_another_loss_is_detected() -> None:
     variant = check_step.Variant("fp32", micro_batches=2)
-    expected = check_step.float32_loss(check_step.TINY, 2, CPU)
+    expected = check_step.float32_loss(check_step.TINY, 2, "wmse", CPU)
     assert "problem" not in check_step.check(check_step.TINY, variant, CPU, expected)
     wrong = check_step.check(check_step.TINY, variant, CPU, expected + 0.2)
     assert wrong["problem"] == "the loss differs too much from that in float32"
