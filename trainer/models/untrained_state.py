@@ -46,7 +46,9 @@ class UntrainedState:
 
     def restore_if(self, skipped: Tensor) -> None:
         """Restore the remembered state if `skipped` (0-d bool, on the device)."""
-        # The device chooses between the two states, without a wait of the host.
+        # On a CPU, reading the flag makes nothing wait. Elsewhere the device chooses between the two states.
+        if skipped.device.type == "cpu" and not skipped:
+            return
         for group, before in zip(self._groups, self._before, strict=True):
             now = torch.cat(group)
             _copy(torch.where(skipped, before, now), group)
