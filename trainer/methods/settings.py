@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from trainer.methods.method import Method
 
 
-def one_image_problems(config: Config) -> list[str]:
-    """Refuse a step of one image, for methods that compare the images of a step with each other."""
-    if config.data.images_per_step > 1:
-        return []
-    return [
-        f"data.images_per_step is 1, but {config.method} compares the images of a step with each other: set it to 2 or more"
-    ]
-
-
 @dataclass(frozen=True)
 class MethodSettings:
     """Base of the config section of a method. The section's name in `Config` is the method's name."""
@@ -73,3 +64,20 @@ class MethodSettings:
 
         context = MethodContext(config, ranks, device, **options)
         return self.method_class()(context)
+
+
+@dataclass(frozen=True)
+class WholeBatchSettings(MethodSettings):
+    """Base of the settings of a method whose loss compares all images of a step with each other."""
+
+    def problems(self, config: Config) -> list[str]:
+        """Refuse a step of one image."""
+        if config.data.images_per_step > 1:
+            return []
+        return [
+            f"data.images_per_step is 1, but {config.method} compares the images of a step with each other: set it to 2 or more"
+        ]
+
+    def indivisible_images(self, config: Config) -> int:
+        """Return the global batch size."""
+        return config.data.images_per_step

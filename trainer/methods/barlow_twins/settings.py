@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
-from trainer.methods.settings import MethodSettings, one_image_problems
+from trainer.methods.settings import WholeBatchSettings
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -15,21 +15,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BarlowTwinsSettings(MethodSettings):
+class BarlowTwinsSettings(WholeBatchSettings):
     """Barlow Twins (Zbontar et al., ICML 2021)."""
 
     off_diagonal_weight: float = setting(0.0051, between=(0, None))
     """Weight of the squared correlations between different dimensions."""
     scale: float = setting(1.0, between=(1e-9, None))
     """Factor of the whole loss. It matters for optimizers whose update depends on the size of the gradient."""
-
-    def problems(self, config: Config) -> list[str]:
-        """Check that there are images to correlate."""
-        return one_image_problems(config)
-
-    def indivisible_images(self, config: Config) -> int:
-        """Return the global batch size, because the correlation is that of all images of a step."""
-        return config.data.images_per_step
 
     def plan_lines(self, config: Config) -> list[str]:
         """Describe the correlation."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
-from trainer.methods.settings import MethodSettings, one_image_problems
+from trainer.methods.settings import WholeBatchSettings
 from trainer.methods.wmse.settings import slice_problems
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SimCLRSettings(MethodSettings):
+class SimCLRSettings(WholeBatchSettings):
     """SimCLR's contrastive loss (Chen et al., ICML 2020), as the W-MSE paper compares with it (equation InfoNCE)."""
 
     temperature: float = setting(0.5, between=(1e-3, None))
@@ -34,11 +34,7 @@ class SimCLRSettings(MethodSettings):
         """Check that there are negatives, and that slices have more rows than columns and divide the images evenly."""
         if self.whiten:
             return slice_problems(config, "simclr.slice_size", self.slice_size)
-        return one_image_problems(config)
-
-    def indivisible_images(self, config: Config) -> int:
-        """Return the global batch size, because each embedding is compared with all others."""
-        return config.data.images_per_step
+        return super().problems(config)
 
     def plan_lines(self, config: Config) -> list[str]:
         """Describe the number of negatives."""

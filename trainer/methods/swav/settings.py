@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
-from trainer.methods.settings import MethodSettings, one_image_problems
+from trainer.methods.settings import WholeBatchSettings
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SwAVSettings(MethodSettings):
+class SwAVSettings(WholeBatchSettings):
     """SwAV without multi-crop (Caron et al., NeurIPS 2020)."""
 
     prototypes: int = setting(3000, between=(2, None))
@@ -28,14 +28,6 @@ class SwAVSettings(MethodSettings):
     """Number of Sinkhorn iterations, each with one small all-reduce over ranks."""
     freeze_prototypes_steps: int = setting(313, between=(0, None))
     """Number of steps at the start in which the prototypes are not updated."""
-
-    def indivisible_images(self, config: Config) -> int:
-        """Return the global batch size, because the assignments balance the images of a step."""
-        return config.data.images_per_step
-
-    def problems(self, config: Config) -> list[str]:
-        """Check that there are images to assign in equal shares."""
-        return one_image_problems(config)
 
     def warnings(self, config: Config, total_steps: int) -> list[str]:
         """Warn if images cannot reach all prototypes, or if these never learn."""

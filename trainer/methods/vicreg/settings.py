@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.setting import setting
-from trainer.methods.settings import MethodSettings, one_image_problems
+from trainer.methods.settings import WholeBatchSettings
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VICRegSettings(MethodSettings):
+class VICRegSettings(WholeBatchSettings):
     """VICReg (Bardes et al., ICLR 2022)."""
 
     invariance_weight: float = setting(25.0, between=(0, None))
@@ -24,14 +24,6 @@ class VICRegSettings(MethodSettings):
     """Weight of the hinge that keeps the standard deviation of each dimension at 1 or more."""
     covariance_weight: float = setting(1.0, between=(0, None))
     """Weight of the squared covariances between different dimensions."""
-
-    def problems(self, config: Config) -> list[str]:
-        """Check that there are images to correlate."""
-        return one_image_problems(config)
-
-    def indivisible_images(self, config: Config) -> int:
-        """Return the global batch size, because variance and covariance are those of all images of a step."""
-        return config.data.images_per_step
 
     def plan_lines(self, config: Config) -> list[str]:
         """Describe the covariance."""
