@@ -203,7 +203,7 @@ class OptimizerConfig:
     trust_coefficient: float = setting(1e-3, between=(0, None))
     """Trust coefficient (eta) of lars and larc."""
     rate_in_momentum: bool = True
-    """Where lars applies the learning rate. true: to what enters the momentum buffer (SimCLR). false: to the buffer, when
+    """Place where lars applies the learning rate. true: to what enters the momentum buffer (SimCLR). false: to the buffer, when
     the weights are updated (BYOL). They differ when the learning rate changes."""
     backend: Literal["auto", "torch", "triton"] = setting("auto", shapes_result=False)
     """How LARS updates on a GPU: with torch's operations, or with two Triton kernels that pass over memory 7 times instead
