@@ -8,15 +8,14 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import trainer
 from trainer.config.names import closest
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, exit_code_of
 from trainer.run.signals import StopRequest
-
-Words = Sequence[str]
+from trainer.tools.parsing import Words, add_config, command_parser, parse_with_settings, with_underscores
 
 
 def main(words: Words | None = None) -> int:
@@ -28,7 +27,13 @@ def main(words: Words | None = None) -> int:
 
 
 def _main(words: Words | None) -> int:
-    words = list(sys.argv[1:] if words is None else words)
+    words = [with_underscores(word) for word in (sys.argv[1:] if words is None else words)]
+    if "_ARGCOMPLETE" in os.environ:
+        from trainer.tools.completion import complete_command, typed_words
+
+        words = typed_words()
+        if len(words) < 2 or words[0] not in COMMANDS:
+            complete_command(COMMANDS)
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return DONE if words else BAD_INPUT
@@ -90,54 +95,6 @@ def _check_own_packages() -> None:
         )
 
 
-def _parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
-    """Build the parser of a command, with the name and the docstring of its function."""
-    name = command.__name__.replace("_", "-")
-    formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
-        f"wmse {name}", description=command.__doc__, allow_abbrev=False, formatter_class=formatter
-    )
-
-
-def _parse_with_settings(
-    parser: argparse.ArgumentParser, words: Words, sub_parsers: Sequence[argparse.ArgumentParser] = ()
-) -> tuple[argparse.Namespace, list[str]]:
-    """Split the words into the options of a command and the other words, which are settings. --help lists both."""
-    parsers = [parser, *sub_parsers]
-    if "--help" in words or "-h" in words:
-        from jsonargparse import ArgumentParser
-
-        from trainer.config.loading import add_config_arguments
-
-        # The help of a command is that of its options, followed by a list of all settings.
-        settings = ArgumentParser(usage="settings, each as --section.key value:", add_help=False)
-        add_config_arguments(settings)
-        for each in parsers:
-            each.formatter_class = argparse.RawDescriptionHelpFormatter
-            each.epilog = settings.format_help().removeprefix("usage: ")
-    own, rest = parser.parse_known_args(words)
-    # An option with hyphens instead of underscores would otherwise count as an unknown setting.
-    for word in rest:
-        name, _, _ = word.partition("=")
-        if not name.startswith("--"):
-            continue
-        meant = f"--{name[2:].replace('-', '_')}"
-        if name != meant and any(meant in each._option_string_actions for each in parsers):
-            raise InputError(f"unknown option {name}: did you mean {meant}?")
-    return own, rest
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        type=Path,
-        required=True,
-        action="append",
-        metavar="FILE",
-        help="YAML file with settings, or name of a recipe in configs/; if repeated, a later file overrides earlier ones",
-    )
-
-
 def _number_of_ranks(own: argparse.Namespace) -> int:
     """Return the value of --ranks, or 1 without this option. Raises InputError if it is below 1."""
     if own.ranks is not None and own.ranks < 1:
@@ -147,15 +104,15 @@ def _number_of_ranks(own: argparse.Namespace) -> int:
 
 def pretrain(words: Words) -> int:
     """Pre-train an encoder, or resume the run; both take the same command."""
-    parser = _parser(pretrain)
-    _add_config(parser)
+    parser = command_parser(pretrain)
+    add_config(parser)
     parser.add_argument(
         "--dry_run",
         action="store_true",
         help="print the plan of the run (steps, learning rate, slices, memory) without starting it",
     )
     parser.add_argument("--ranks", type=int, metavar="R", help="number of ranks that the dry run assumes (default 1)")
-    own, settings = _parse_with_settings(parser, words)
+    own, settings = parse_with_settings(parser, words)
     from trainer.run.signals import stop_on_signals
 
     # Handle signals before the imports, which take seconds: a scheduler may send a signal at any time.
@@ -196,9 +153,9 @@ def launch(words: Words) -> int:
     """Check a pre-training run, then start it on all GPUs of this machine or submit it to SLURM."""
     from trainer.cluster.cli import add_launch_arguments, run_launch
 
-    parser = _parser(launch)
+    parser = command_parser(launch)
     add_launch_arguments(parser)
-    own, rest = _parse_with_settings(parser, words)
+    own, rest = parse_with_settings(parser, words)
     return run_launch(own, rest)
 
 
@@ -206,17 +163,17 @@ def sweep(words: Words) -> int:
     """Train and evaluate a table of experiments, here or on SLURM, and write it with mean and spread over seeds."""
     from trainer.sweep.cli import add_sweep_arguments, run_sweep
 
-    parser = _parser(sweep)
+    parser = command_parser(sweep)
     add_sweep_arguments(parser)
     has_file = bool(words) and not words[0].startswith("-")
     file = Path(words[0]) if has_file else None
-    own, rest = _parse_with_settings(parser, words[1:] if has_file else words)
+    own, rest = parse_with_settings(parser, words[1:] if has_file else words)
     return run_sweep(file, own, rest)
 
 
 def stop(words: Words) -> int:
     """Save a checkpoint of a run, and stop it for good. It is not requeued."""
-    parser = _parser(stop)
+    parser = command_parser(stop)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder, or folder with the runs of an array")
     parser.add_argument(
         "--wait_seconds",
@@ -236,15 +193,15 @@ def stop(words: Words) -> int:
 
 def preview(words: Words) -> int:
     """Draw images and their views, as the encoder sees them, to a PNG file."""
-    parser = _parser(preview)
-    _add_config(parser)
+    parser = command_parser(preview)
+    add_config(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("preview.png"), metavar="PNG", help="file to write (default preview.png)"
     )
     parser.add_argument(
         "--images", type=int, default=8, metavar="N", help="number of images, each in one row (default 8)"
     )
-    own, settings = _parse_with_settings(parser, words)
+    own, settings = parse_with_settings(parser, words)
     from trainer.config.loading import load_config
     from trainer.tools.preview import write_preview
 
@@ -257,9 +214,9 @@ def preview(words: Words) -> int:
 def _evaluation(command: Callable[[Words], int], words: Words, protocols: Words | None) -> int:
     from trainer.evaluate.cli import add_evaluation_arguments, evaluate_run
 
-    parser = _parser(command)
+    parser = command_parser(command)
     add_evaluation_arguments(parser)
-    own, settings = _parse_with_settings(parser, words)
+    own, settings = parse_with_settings(parser, words)
     return evaluate_run(own, settings, protocols)
 
 
@@ -282,7 +239,7 @@ def export(words: Words) -> int:
     """Write the encoder of a run for timm, torchvision or ONNX runtimes."""
     from trainer.export.cli import add_export_arguments, run_export
 
-    parser = _parser(export)
+    parser = command_parser(export)
     add_export_arguments(parser)
     return run_export(parser.parse_args(words))
 
@@ -291,14 +248,14 @@ def features(words: Words) -> int:
     """Write the features of a folder of images, by an encoder of this or another program."""
     from trainer.export.cli import add_features_arguments, run_features
 
-    parser = _parser(features)
+    parser = command_parser(features)
     add_features_arguments(parser)
     return run_features(parser.parse_args(words))
 
 
 def status(words: Words) -> int:
     """Show the status of runs: state, step, speed, loss, SLURM job, last evaluation."""
-    parser = _parser(status)
+    parser = command_parser(status)
     parser.add_argument(
         "runs",
         nargs="*",
@@ -318,7 +275,7 @@ def report(words: Words) -> int:
     """Write one HTML page with the curves, figures and pictures of runs."""
     from trainer.report.cli import add_report_arguments, run_report
 
-    parser = _parser(report)
+    parser = command_parser(report)
     add_report_arguments(parser)
     return run_report(parser.parse_args(words))
 
@@ -327,7 +284,7 @@ def prepare(words: Words) -> int:
     """Write tar shards with an index from an image folder or a named data set."""
     from trainer.data.cli import add_prepare_arguments, run_prepare
 
-    parser = _parser(prepare)
+    parser = command_parser(prepare)
     add_prepare_arguments(parser)
     return run_prepare(parser.parse_args(words))
 
@@ -336,18 +293,48 @@ def check_data(words: Words) -> int:
     """Decode every image of a data set, and list the unusable ones. The exit code is 1 if it finds any."""
     from trainer.data.cli import add_check_arguments, run_check
 
-    parser = _parser(check_data)
+    parser = command_parser(check_data)
     add_check_arguments(parser)
     return run_check(parser.parse_args(words))
+
+
+def settings(words: Words) -> int:
+    """Explain the settings of a section, or one setting: values, default, and what it does."""
+    parser = command_parser(settings)
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="section, or setting such as wmse.eps")
+    parser.add_argument("--markdown", action="store_true", help="print docs/config.md")
+    own = parser.parse_args(words)
+    from trainer.config.help import sections, settings_page, settings_text
+
+    if own.markdown:
+        print(settings_page(), end="")
+    elif own.name:
+        print(settings_text(own.name))
+    else:
+        print("\n".join(f"  {name:<15} {text}" for name, text in sections().items()))
+    return DONE
+
+
+def completion(words: Words) -> int:
+    """Print the script that completes commands and options in bash or zsh."""
+    parser = command_parser(completion)
+    parser.add_argument(
+        "shell", choices=("bash", "zsh"), help='for bash, add to ~/.bashrc: eval "$(wmse completion bash)"'
+    )
+    own = parser.parse_args(words)
+    import argcomplete
+
+    print(argcomplete.shellcode(["wmse"], shell=own.shell))
+    return DONE
 
 
 def bench(words: Words) -> int:
     """Measure the speed of loss, loader, compute, methods, end2end, checkpoint, growth or all. Prints JSON on the last line."""
     from trainer.bench.cli import add_arguments, run_bench
 
-    parser = _parser(bench)
+    parser = command_parser(bench)
     kinds = add_arguments(parser)
-    own, settings = _parse_with_settings(parser, words, kinds)
+    own, settings = parse_with_settings(parser, words, kinds)
     return run_bench(own, settings)
 
 
@@ -355,9 +342,9 @@ def demo(words: Words) -> int:
     """Train on real images for some minutes, evaluate the encoder, and end with a table and a page of plots."""
     from trainer.tools.demo import add_arguments, run_demo
 
-    parser = _parser(demo)
+    parser = command_parser(demo)
     add_arguments(parser)
-    own, settings = _parse_with_settings(parser, words)
+    own, settings = parse_with_settings(parser, words)
     return run_demo(own.run_dir, own.seed, settings)
 
 
@@ -376,6 +363,8 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "prepare": prepare,
     "check-data": check_data,
     "preview": preview,
+    "settings": settings,
     "bench": bench,
     "demo": demo,
+    "completion": completion,
 }

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from trainer.config.schema import Config, flatten
 
 KEYS = tuple(flatten(Config()))
+# Short names that commands which train also take, on the command line only.
+SHORT_NAMES = {
+    "data": "data.root",
+    "batch_size": "data.images_per_step",
+    "views": "views.num_views",
+    "backbone": "model.backbone",
+    "lr": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "epochs": "optimizer.epochs",
+}
 
 # Names of our settings in other programs of this field.
 _ELSEWHERE = {
@@ -44,6 +54,16 @@ _ELSEWHERE = {
     "seed": "random_seed manual_seed",
 }
 _MEANT = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
+
+
+def with_full_names(words: Sequence[str]) -> list[str]:
+    """Replace the short names of settings in command-line words by their full names."""
+    full = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        key = SHORT_NAMES.get(name.removeprefix("--")) if name.startswith("--") else None
+        full.append(f"--{key}{equals}{value}" if key else word)
+    return full
 
 
 def closest(name: str, names: Iterable[str]) -> str:
