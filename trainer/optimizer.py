@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ def build_optimizer(
     if config.name in ("lars", "larc"):
         return Lars(
             groups,
-            config.momentum,
-            config.trust_coefficient,
+            momentum=config.momentum,
+            trust_coefficient=config.trust_coefficient,
             rate_in_momentum=config.name == "lars" and config.rate_in_momentum,
             larc=config.name == "larc",
             by_triton=config.backend == "triton",
@@ -108,23 +108,29 @@ class Lars(torch.optim.Optimizer):
     Learning rate in the momentum buffer (SimCLR):  v = m v + lr trust g;  w -= v
     Learning rate outside of it (BYOL, SwAV):       v = m v + trust g;     w -= lr v
 
-    LARC is that of apex with clip=False, which SwAV uses. Groups need "params", "weight_decay" and "adapt"; without "adapt",
-    trust is 1.
+    LARC is that of apex with clip=False, which SwAV uses. In a group with "adapt" false, trust is 1; `parameter_groups`
+    makes such a group of biases and BatchNorm.
     """
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
-        momentum: float,
-        trust_coefficient: float,
+        groups: Iterable[Any],
+        lr: float = 0.0,
+        momentum: float = 0.9,
+        trust_coefficient: float = 1e-3,
         *,
+        weight_decay: float = 0.0,
         rate_in_momentum: bool = True,
         larc: bool = False,
         by_triton: bool = False,
     ) -> None:
-        """by_triton: update with the CUDA kernels of `kernels.lars_triton`, which only know LARS with rate_in_momentum."""
-        options = {"momentum": momentum, "trust_coefficient": trust_coefficient}
-        super().__init__(groups, {"lr": 0.0, **options, "rate_in_momentum": rate_in_momentum, "larc": larc})
+        """groups: parameters, or groups of them. The other values are defaults of groups that do not have their own.
+
+        by_triton: update with the CUDA kernels of `kernels.lars_triton`, which only know LARS with rate_in_momentum."""
+        options = {"momentum": momentum, "trust_coefficient": trust_coefficient, "weight_decay": weight_decay}
+        super().__init__(
+            groups, {"lr": lr, "adapt": True, **options, "rate_in_momentum": rate_in_momentum, "larc": larc}
+        )
         self._kernels: list[Any] = []  # one for each group
         if by_triton:
             from kernels.lars_triton import GroupUpdate  # loads triton, which machines without a GPU may lack
@@ -132,11 +138,15 @@ class Lars(torch.optim.Optimizer):
             self._kernels = [GroupUpdate() for _ in self.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the weights in place; gradients may be overwritten.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights in place; gradients may be overwritten. closure: computes loss and gradients first.
 
         If `self.found_inf` (0-d float, on the device) is set, the update changes nothing if it is 1. All tensors of a group
         are then updated together, without waiting for the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         found_inf = getattr(self, "found_inf", None)
         for number, group in enumerate(self.param_groups):
             # A parameter without a gradient gets a buffer as well, because a resumed run expects one for each parameter.
@@ -164,6 +174,7 @@ class Lars(torch.optim.Optimizer):
                     _update_one(w, g, v, group)
             else:
                 _update_together(weights, gradients, buffers, group, found_inf)
+        return loss
 
 
 def _update_one(w: Tensor, g: Tensor, v: Tensor, group: dict[str, Any]) -> None:

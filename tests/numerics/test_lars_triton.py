@@ -36,7 +36,7 @@ class Tensors(nn.Module):
 
 
 def optimizer_of(model: nn.Module, *, by_triton: bool, weight_decay: float = 1e-2) -> Lars:
-    return Lars(parameter_groups(model, weight_decay), 0.9, 1e-3, by_triton=by_triton)
+    return Lars(parameter_groups(model, weight_decay), by_triton=by_triton)
 
 
 def set_gradients(model: nn.Module, step: int, *, like_weights: bool = True) -> None:

@@ -113,7 +113,7 @@ def test_the_rate_inside_and_outside_of_the_momentum_differ_by_its_changes() -> 
 def test_a_zero_gradient_without_weight_decay_changes_nothing() -> None:
     model = nn.Linear(3, 2, bias=False).double()
     before = model.weight.detach().clone()
-    optimizer = Lars([{"params": [model.weight], "weight_decay": 0.0, "adapt": True}], 0.9, 1e-3)
+    optimizer = Lars([{"params": [model.weight], "weight_decay": 0.0, "adapt": True}])
     model.weight.grad = torch.zeros_like(model.weight)
     update(optimizer, 1.0, torch.tensor(False))
     torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
