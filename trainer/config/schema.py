@@ -258,6 +258,13 @@ class LogConfig:
     """Number of steps between two logged lines."""
     tensorboard: bool = setting(True, shapes_result=False)
     """Write TensorBoard event files to RUN_DIR/tensorboard."""
+    wandb: Literal["off", "offline", "online"] = setting("off", shapes_result=False)
+    """Curves in Weights & Biases. offline: write files to RUN_DIR/wandb, which `wandb sync` sends later. Needs the package
+    wandb."""
+    mlflow: str = setting("", shapes_result=False)
+    """Address of an MLflow server for the curves, or sqlite:///FILE. Empty: none. Needs the package mlflow-skinny or mlflow."""
+    project: str = setting("wmse", shapes_result=False)
+    """Name of the project in Weights & Biases, and of the experiment in MLflow."""
     stall_seconds: float = setting(60.0, between=(0.1, None), shapes_result=False)
     """Seconds without progress after which the log warns, and names what the run waits for."""
 
