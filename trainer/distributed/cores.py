@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.distributed.ranks import Ranks, find_ranks
 
-_CORES_FOR_A_GPU = 6  # enough to decode and augment for one fast GPU; docs/measurements.md has the speed of a core
+_CORES_FOR_A_GPU = 6  # enough to decode and augment for one fast GPU, see benchmarks/results/README.md
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

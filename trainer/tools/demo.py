@@ -71,7 +71,7 @@ def _rename_old_run(run_dir: Path) -> None:
 def _wmse(*words: str, capture: bool = False) -> str:
     """Run a wmse command, and return its output if captured. If it fails, end the demo with its exit code."""
     print(f"\n$ wmse {' '.join(words)}", file=sys.stderr, flush=True)
-    # Use one thread: such small operations gain little from more, and lose a lot on a busy machine (docs/measurements.md).
+    # Use one thread: such small operations gain little from more, and lose a lot on a busy machine.
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     command = [sys.executable, "-m", "trainer", *words]
     # The log of the command goes to stderr, so it stays visible while stdout is captured.
