@@ -141,3 +141,14 @@ def test_pyproject_lists_every_package_the_recipes_and_the_demo() -> None:
     moved = dict(re.findall(r'^"(trainer\.\w+)" = "(\w+)"$', text, re.MULTILINE))
     assert listed == found | set(moved)
     assert {ROOT / folder for folder in moved.values()} == {ROOT / "configs", ROOT / "demo_data"}
+
+
+@pytest.mark.parametrize("recipe", ["Dockerfile", "apptainer.def"])
+def test_an_image_holds_every_folder_of_the_package(recipe: str) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    moved = setuptools["package-dir"]
+    folders = {moved.get(package, package).partition(".")[0] for package in setuptools["packages"]}
+    copied = re.findall(r"^(?:COPY| +)\s*(\w+) \S+$", (ROOT / "slurm" / recipe).read_text(), re.MULTILINE)
+    assert folders == {"trainer", "kernels", "configs", "demo_data"}
+    assert folders <= set(copied)
