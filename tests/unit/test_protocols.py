@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -28,6 +29,7 @@ from trainer.evaluate.features import Features, Place, Split, raw_pixels, traine
 from trainer.evaluate.protocol import Subject
 from trainer.evaluate.splits import open_splits
 from trainer.evaluate.subsets import stratified_share
+from trainer.export import features, load_classifier
 from trainer.models.networks import build_encoder_network
 
 CPU = torch.device("cpu")
@@ -329,6 +331,39 @@ def test_fine_tuning_learns_and_leaves_the_encoder_as_it_was(simple_set: Path, t
     assert result["100pct_top1"] > 90
     assert not subject.encode.training
     assert all(torch.equal(value, before[name]) for name, value in subject.encode.state_dict().items())
+
+
+@pytest.mark.parametrize("stem", ["imagenet", "half"])
+def test_a_fine_tuned_classifier_is_kept_and_loads_here_and_in_timm(
+    stem: str, simple_set: Path, tmp_path: Path
+) -> None:
+    settings = ["--finetune.shares", "[1.0]", "--finetune.epochs", "[12]", "--finetune.learning_rate", "1.0"]
+    settings += ["--finetune.save_to", str(tmp_path / "kept"), "--model.stem", stem]
+    subject = subject_of(place_of(tmp_path, simple_set, *settings))
+    result = check_and_measure("finetune", subject)
+    folder = tmp_path / "kept" / "100pct"
+    classifier = load_classifier(folder)
+    assert classifier.class_names == ["bright", "dark"]
+
+    # The loaded classifier guesses as the result says.
+    found = features(classifier.encoder, simple_set, split="val")
+    assert found.labels is not None
+    guesses = classifier.head(torch.from_numpy(found.features)).argmax(1).numpy()
+    assert 100 * (guesses == found.labels).mean() == pytest.approx(result["100pct_top1"])
+    if stem == "imagenet":
+        network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+        logits = network(classifier.encoder.normalize(pixels))
+        torch.testing.assert_close(logits, classifier(pixels), rtol=1e-4, atol=1e-4)
+    # A second training does not replace the first one, and is refused before it starts.
+    with pytest.raises(InputError, match=r"100pct exists: set finetune\.save_to to another folder"):
+        PROTOCOLS["finetune"].check(subject.place.config, subject.train_split, subject.test_split)
+
+
+def test_an_encoder_without_a_classifier_is_refused_as_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError):
+        load_classifier(tmp_path)
 
 
 # --- shares of the labels ---

@@ -115,6 +115,8 @@ class FinetuneConfig:
     """Shares of the labelled training images of each class; at least one image of each class is used."""
     epochs: tuple[int, ...] = setting((60, 30), between=(1, None), shapes_result=False)
     """Epochs for each of the shares."""
+    save_to: str = setting("", shapes_result=False)
+    """Folder for the fine-tuned classifiers, one folder in it for each share, such as 10pct. Empty: keep none."""
     images_per_step: int = setting(1024, between=(1, None), shapes_result=False)
     """Global batch size. A smaller share is one batch."""
     learning_rate: float = setting(0.05, between=(0, 1e6), shapes_result=False)

@@ -37,7 +37,7 @@ ALIASES = {
     "evaluate.probe_weight_decay": "linear.weight_decay",
     "evaluate.knn_k": "knn.k",
 }
-PATHS = ("run_dir", "data.root", "init_from")  # settings in which ~ means the home folder
+PATHS = ("run_dir", "data.root", "init_from", "finetune.save_to")  # settings in which ~ means the home folder
 
 
 class _Word(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from trainer.evaluate.linear import add_share, share_name
 from trainer.evaluate.protocol import Protocol, Subject
 from trainer.evaluate.scores import score, top_guesses
 from trainer.evaluate.subsets import stratified_share
+from trainer.export.classifier import Classifier, save_classifier
+from trainer.export.encoder import Encoder, Preprocess
+
+_log = logging.getLogger(__name__)
 
 
 def _measure(subject: Subject) -> dict[str, Any]:
@@ -67,8 +73,30 @@ def _measure(subject: Subject) -> dict[str, Any]:
         # The only one of the classifiers.
         guesses = top_guesses(logits[0])
         scores = {**score(guesses, test), "epochs": epochs}
+        if config.save_to and place.ranks.is_first:
+            _save(encoder, classifier, split.class_names, subject, _folder(config, share))
         add_share(result, name, len(split.labelled), scores)
     return {**result, "protocol": _describe(config)}
+
+
+def _folder(config: FinetuneConfig, share: float) -> Path:
+    return Path(config.save_to) / share_name(share)
+
+
+def _save(network: nn.Module, classifier: Classifiers, class_names: list[str], subject: Subject, folder: Path) -> None:
+    """Write the fine-tuned encoder and its classifier to a new folder."""
+    config = subject.place.config
+    # An encoder of another program names its model itself, if it has one.
+    model = subject.encode.model if isinstance(subject.encode, Encoder) else config.model
+    views = config.views
+    preprocess = Preprocess(views.size, views.eval_resize, views.interpolation, views.mean, views.std)
+    _, backbone = network.children()
+    name = f"{config.model.backbone}, fine-tuned"
+    encoder = Encoder(backbone, preprocess, name, model=model, class_names=class_names).freeze()
+    head = nn.Linear(encoder.num_features, len(class_names), device=subject.place.device)
+    head.load_state_dict({"weight": classifier.weights[0], "bias": classifier.biases[0]})
+    save_classifier(Classifier(encoder, head, class_names), folder)
+    _log.info("wrote the fine-tuned classifier to %s", folder)
 
 
 def _describe(config: FinetuneConfig) -> str:
@@ -97,6 +125,11 @@ def _check(config: Config, train: Split, test: Split) -> None:
             "finetune needs two images at a time for BatchNorm: set evaluate.images_per_batch and finetune.images_per_step to "
             "2 or more"
         )
+    if config.finetune.save_to:
+        # Before a training of hours.
+        for share in config.finetune.shares:
+            if (folder := _folder(config.finetune, share)).exists():
+                raise InputError(f"{folder} exists: set finetune.save_to to another folder, or move it away")
     if config.evaluate.precision == "fp16":
         raise InputError("finetune does not scale the loss: set evaluate.precision to fp32 or bf16 instead of fp16")
 

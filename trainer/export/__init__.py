@@ -4,13 +4,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.export.classifier import Classifier, load_classifier
     from trainer.export.compute import ImageFeatures, features
     from trainer.export.encoder import Encoder, Preprocess
     from trainer.export.plot import plot_map
     from trainer.export.sources import load_encoder
 
-__all__ = ["Encoder", "ImageFeatures", "Preprocess", "features", "load_encoder", "plot_map"]
-_MODULES = {"features": "compute", "ImageFeatures": "compute", "plot_map": "plot", "load_encoder": "sources"}
+__all__ = [
+    "Classifier",
+    "Encoder",
+    "ImageFeatures",
+    "Preprocess",
+    "features",
+    "load_classifier",
+    "load_encoder",
+    "plot_map",
+]
+_MODULES = {
+    "Classifier": "classifier",
+    "ImageFeatures": "compute",
+    "features": "compute",
+    "load_classifier": "classifier",
+    "load_encoder": "sources",
+    "plot_map": "plot",
+}
 
 
 def __getattr__(name: str) -> Any:

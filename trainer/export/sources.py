@@ -135,8 +135,9 @@ def _load_folder(folder: Path) -> Encoder:
     except (ValueError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} is not what `wmse export` wrote ({error!r}): export the encoder again") from error
     weights = folder / WEIGHTS
-    # The file has timm's names, and a run's network has them below `encoder`.
-    state = {f"encoder.{name}": tensor for name, tensor in read_weights(weights).items()}
+    # The file has timm's names, and a run's network has them below `encoder`. A classifier is no part of the encoder.
+    head = f"{own.get('head')}."
+    state = {f"encoder.{name}": tensor for name, tensor in read_weights(weights).items() if not name.startswith(head)}
     put_encoder(encoder, state, weights)
     # Other weights would fit the same architecture, so the digest is compared as well.
     if encoder.freeze().sha256 != digest:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,7 +94,7 @@ class _Wandb:
         self._run = wandb.init(
             id=_id(run_dir, "wandb", lambda: os.urandom(4).hex()),
             resume="allow",
-            mode=config.log.wandb,
+            mode="offline" if config.log.wandb == "offline" else "online",
             project=config.log.project,
             name=run_dir.name,
             dir=run_dir,
@@ -147,7 +148,7 @@ def open_trackers(run_dir: Path, config: Config) -> list[Tracker]:
     """Connect the run to the services of its settings. Rank 0 calls this.
 
     Raises InputError if the package of a service is not installed."""
-    services: dict[str, type[Any]] = {}
+    services: dict[str, Callable[[Path, Config], Service]] = {}
     if config.log.wandb != "off":
         services["wandb"] = _Wandb
     if config.log.mlflow:
@@ -158,7 +159,7 @@ def open_trackers(run_dir: Path, config: Config) -> list[Tracker]:
                 f"log.{name} is set, but the package {name} is not installed: run pip install 'wmse-trainer[{name}]', or "
                 f"remove the setting"
             )
-    return [Tracker(name, lambda kind=kind: kind(run_dir, config)) for name, kind in services.items()]
+    return [Tracker(name, partial(kind, run_dir, config)) for name, kind in services.items()]
 
 
 def _id(run_dir: Path, service: str, make: Callable[[], str]) -> str:
