@@ -54,7 +54,7 @@ def loss_items(place: Place) -> Iterator[Item]:
     yield "autocast and fast float32 products do not reach the whitening", partial(_precision, device)
     yield "training step, loss and gradients of all weights", partial(_step_gradients, device)
     yield "training step in bf16, loss of its embeddings", partial(_step_in_bf16, device)
-    yield "training step in float32, loss and update", partial(_step_in_float32, device)
+    yield "training step in float32, loss, embeddings and last layer", partial(_step_in_float32, device)
     for method, measure in _OTHERS.items():
         yield method, partial(measure, device)
 
@@ -198,20 +198,21 @@ def _step_in_bf16(device: torch.device) -> Measured:
 
 
 def _step_in_float32(device: torch.device) -> Measured:
-    """Compare loss and update of a step in float32 on the device with those in float64 on the CPU, from the same weights."""
+    """Compare a step in float32 on the device with one in float64 on the CPU, from the same weights.
+
+    Gradients that pass through a ReLU differ where rounding moves a value across 0, so only that of the last layer counts."""
     config = tiny_config("wmse", images=64, views=4, slice_size=64)
     step = train_step(config, _RANKS, device, dtype=torch.float32)
     exact_step = train_step(config, _RANKS, _CPU)
     exact_step.method.networks.load_state_dict(step.method.networks.state_dict())
     found = []
     for each in (step, exact_step):
-        weights = list(each.method.networks.parameters())
-        before = [w.detach().clone() for w in weights]
+        weight = each.method.networks.get_parameter("projector.last.weight")
+        before = weight.detach().clone()
         with precision_flags(each.device, fast=False), without_tf32():
             result = each(draw_pixels(config, each.device), 0, 1.0)
-        found.append((result.loss, _flat([old - w.detach() for old, w in zip(before, weights, strict=True)])))
-    (loss, moved), (exact_loss, exact_moved) = found
-    return Measured(largest(relative_error(loss, exact_loss), relative_error(moved, exact_moved)), 1e-3)
+        found.append((result.loss, result.embeddings, before - weight.detach()))
+    return Measured(largest(*(relative_error(*pair) for pair in zip(*found, strict=True))), 1e-3)
 
 
 # --- the other methods ---
