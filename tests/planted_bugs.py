@@ -103,11 +103,8 @@ BUGS = {
     "VICReg's covariance is that of all views": Bug(
         "loss", "trainer/losses/vicreg.py", "(num_images - 1)  # (d, k, k)", "num_images  # (d, k, k)"
     ),
-    "SwAV's targets are not detached": Bug(
-        "loss",
-        "trainer/losses/swapped.py",
-        "@torch.no_grad()\n",
-        "",
+    "SwAV's targets have the temperature of the predictions": Bug(
+        "loss", "trainer/losses/swapped.py", "q = (scores / epsilon).exp()", "q = (scores / 0.1).exp()"
     ),
     # --- ranks ---
     "gather without gradient": Bug(

@@ -12,7 +12,7 @@ from trainer.cli import main
 from trainer.run import certificate
 from trainer.run.certificate import attach_certificate, find_certificate, identity, summary
 from trainer.verify import optimizer, session
-from trainer.verify.check import Check, Measured, Place, SkipCheck, relative_error, run_items
+from trainer.verify.check import Measured, SkipCheck, relative_error, run_items
 from trainer.verify.cli import GROUPS, _groups
 
 CPU = torch.device("cpu")
