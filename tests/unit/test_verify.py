@@ -63,18 +63,18 @@ def test_every_group_has_checks() -> None:
 # --- the command ---
 
 
-def test_cheap_groups_pass_and_the_certificate_lists_them(
+def test_a_cheap_group_passes_and_the_certificate_lists_it(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "certificate.json"
-    assert main(["verify", "--only", "optimizer", "loss", "--out", str(out)]) == 0
+    assert main(["verify", "--only", "optimizer", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(out.read_text())
     count = len(found["checks"])
     assert lines[-1] == f"{count} of {count} checks passed, 0 skipped"
-    assert count > 40
+    assert count > 15
     assert (found["passed"], found["failed"], found["skipped"]) == (count, 0, 0)
-    assert {check["group"] for check in found["checks"]} == {"loss", "optimizer"}
+    assert {check["group"] for check in found["checks"]} == {"optimizer"}
     assert all(check["error"] <= check["bound"] for check in found["checks"])
     assert {"date", "commit", "code", "device", "versions", "precision", "ranks"} <= found.keys()
     assert {"python", "torch", "torchvision", "timm"} <= found["versions"].keys()
@@ -97,13 +97,10 @@ def test_an_unknown_group_is_bad_input(capsys: pytest.CaptureFixture[str]) -> No
     assert "no group 'losses': choose from loss, ranks" in capsys.readouterr().err
 
 
-def test_ranks_that_end_without_results_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(session, "rank_environment", lambda rank, ranks, launch: {"PATH": "", "RANK": "x"})
-    checks = session.LocalRanks(["ranks"], tmp_path).finish()
-    assert [(check.group, check.result) for check in checks] == [("ranks", "failed")]
-    assert "the ranks ended with the exit codes" in checks[0].reason
+def test_ranks_that_end_without_results_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = session.LocalRanks(["losses"], tmp_path).finish()
+    assert [(check.group, check.result) for check in checks] == [("losses", "failed")]
+    assert "the ranks ended with the exit codes [2, 2]: error: there is no group 'losses'" in checks[0].reason
 
 
 @pytest.mark.slow
@@ -168,7 +165,7 @@ def test_a_certificate_of_something_else_is_not_attached(
     with caplog.at_level(logging.INFO):
         attach_certificate(tmp_path, CPU)
     assert not (tmp_path / "certificate.json").exists()
-    assert f"is for another {changed}, so it is not attached; run `wmse verify` again" in caplog.text
+    assert f"not attached, because it is of other {changed}; run `wmse verify` again" in caplog.text
 
 
 def test_without_a_certificate_nothing_is_read_or_logged(

@@ -80,8 +80,8 @@ def find_certificate(device: torch.device) -> Path | None:
     before = _read(newest)
     changed = [name for name, value in wanted.items() if before.get(name) != value]
     _log.info(
-        "the certificate of `wmse verify` is for another %s, so it is not attached; run `wmse verify` again to renew it",
-        " and ".join(changed) or "file format",
+        "the certificate of `wmse verify` is not attached, because it is of other %s; run `wmse verify` again to renew it",
+        ", ".join(changed) or "content",
     )
     return None
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trainer.config.schema import DataConfig, ViewsConfig
+from trainer.data.color import color_matrices
 from trainer.data.index import open_index
 from trainer.data.plan import Plan, Planner, crop_windows, slice_permutations
 from trainer.distributed.ranks import ImageRange
@@ -42,6 +43,7 @@ _ALL = replace(_COLOUR, hue=0.1, blur_probability=0.5)
 _RECIPES = {
     "crop, resize (bicubic) and flip": (_PLAIN, True, 0.5),
     "crop, resize (bilinear) and flip": (replace(_PLAIN, interpolation="bilinear"), True, 0.5),
+    "crop and antialiased resize to half the size": (replace(_PLAIN, size=48), True, 0.5),
     "blur": (_BLUR, True, 0.5),
     "colour without hue": (_COLOUR, False, 0.5),
     "colour before the crop": (replace(_COLOUR, order="color_first"), False, 0.5),
@@ -54,6 +56,7 @@ def views_items(place: Place) -> Iterator[Item]:
     yield "crop windows have the shares and ratios of the recipe", _windows
     yield "views of two ranks are those of one", _plans_of_ranks
     yield "slice orders are permutations inside their blocks", _slice_orders
+    yield "colour operations in their drawn order", _colours
     yield "normalisation of pixels", partial(_normalisation, place.device)
     for on_gpu in (False, True):
         for name, (recipe, of_worst_view, bound) in _RECIPES.items():
@@ -216,6 +219,47 @@ def _slice_orders() -> Measured:
     moved = int((orders // 16 != images // 16).sum())
     same = len(orders) - len({tuple(order.tolist()) for order in orders})
     return Measured(missing + moved + same, EXACT)
+
+
+def _colours() -> Measured:
+    """Compare the affine map of each view with its operations one by one, in their order, on pixels that are not clamped.
+
+    Only a hue makes the order matter: the other operations can be exchanged."""
+    recipe = replace(_COLOUR, brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
+    plan = _plan(recipe)
+    a, c = color_matrices(plan, recipe)
+    pixels = np.random.default_rng(0).uniform(0, 255, (50, 3))
+    errors = []
+    for row, view in np.ndindex(plan.gray.shape):
+        expected = _coloured(pixels, plan, row, view)
+        found = pixels @ a[row, view].T + pixels.mean(0) @ c[row, view].T
+        errors.append(np.abs(found - expected).max() / 255)
+    return Measured(float(max(errors)), 1e-5)
+
+
+def _coloured(pixels: np.ndarray, plan: Plan, row: int, view: int) -> np.ndarray:
+    """Return the pixels (n, 3) after the colour operations of a view. The hue turns about the grey axis (1, 1, 1)."""
+    x = pixels
+    weights = np.array([0.2989, 0.587, 0.114])
+    for operation in plan.factor_order[row, view] if plan.jitter[row, view] else ():
+        factor = plan.factors[row, view, operation]
+        grey = (x @ weights)[:, None]
+        if operation == 0:  # brightness
+            x = factor * x
+        elif operation == 1:  # contrast
+            x = factor * x + (1 - factor) * grey.mean()
+        elif operation == 2:  # saturation
+            x = factor * x + (1 - factor) * grey
+        else:
+            # A third of a turn exchanges the channels: red becomes green, green blue, and blue red. Between them the part
+            # of a pixel off the grey axis moves on a circle.
+            centre = x.mean(1, keepdims=True)
+            off = x - centre
+            across = (np.roll(off, 1, axis=1) - np.roll(off, -1, axis=1)) / 3**0.5
+            x = centre + np.cos(2 * np.pi * factor) * off + np.sin(2 * np.pi * factor) * across
+    if plan.gray[row, view]:
+        x = np.repeat((x @ weights)[:, None], 3, axis=1)
+    return x
 
 
 def _normalisation(device: torch.device) -> Measured:
