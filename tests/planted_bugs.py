@@ -223,6 +223,24 @@ BUGS = {
         '"weight_decay": 0.0, "adapt": False}',
         '"weight_decay": weight_decay, "adapt": True}',
     ),
+    "the target network follows the other way": Bug(
+        "optimizer",
+        "trainer/models/target.py",
+        "lerp_(targets, sources, 1 - momentum)",
+        "lerp_(targets, sources, momentum)",
+    ),
+    "the momentum of the target network stays": Bug(
+        "optimizer",
+        "trainer/models/target.py",
+        "    return 1 - (1 - first) * (math.cos(angle) + 1) / 2\n",
+        "    return first\n",
+    ),
+    "the queue takes keys that are not scaled": Bug(
+        "optimizer",
+        "trainer/methods/moco/queue_method.py",
+        "self._new_keys.append(keys.unflatten",
+        "self._new_keys.append(outputs.keys.unflatten",
+    ),
     "warm-up off by one step": Bug(
         "optimizer",
         "trainer/schedule.py",

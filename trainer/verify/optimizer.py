@@ -1,4 +1,4 @@
-"""Group `optimizer`: the updates of every optimizer, and the learning rate of every step, equal their formulas."""
+"""Group `optimizer`: the updates of every optimizer and of target networks, and the learning rate, equal their formulas."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from trainer.config.schema import Config, DataConfig, OptimizerConfig
+from trainer.distributed.ranks import Ranks
 from trainer.optimizer import build_optimizer, update
 from trainer.schedule import build_schedule
 from trainer.verify import plain
 from trainer.verify.check import EXACT, Item, Measured, Place, largest, relative_error
+from trainer.verify.training import TOTAL_STEPS, draw_pixels, tiny_config, train_step
 
 _RATES = (0.5, 2.0, 0.1, 0.0, 1.0)  # they change, so that it matters where the rate is applied
 _BASE = OptimizerConfig(weight_decay=1e-2, momentum=0.9, trust_coefficient=1e-2)
@@ -35,6 +37,8 @@ def optimizer_items(place: Place) -> Iterator[Item]:
     )
     for config in (replace(_BASE, name="lars"), replace(_BASE, name="larc")):
         yield f"{config.name}, all tensors together as on a GPU", partial(_updates, device, config, together=True)
+    yield "BYOL, the target network follows the updated weights", partial(_target, device)
+    yield "MoCo, the queue takes the keys of the step", partial(_queue, device)
     yield "cosine schedule after a warm-up from zero", partial(_cosine, "zero")
     yield "cosine schedule after a warm-up from the first step", partial(_cosine, "first_step")
     yield "schedule with drops", _drops
@@ -90,6 +94,34 @@ def _skipped(device: torch.device, config: OptimizerConfig) -> Measured:
         tensors = [*model.parameters(), *moments]
         found.append(torch.cat([tensor.detach().flatten().double().cpu() for tensor in tensors]))
     return Measured((found[1] - found[0]).abs().max().item(), EXACT)
+
+
+def _target(device: torch.device) -> Measured:
+    """Make the update in the middle of a run: the momentum is then half-way between 0.99 and 1."""
+    config = tiny_config("byol", images=16)
+    step = train_step(config, Ranks(), device)
+    networks: Any = step.method.networks
+    before = [p.clone() for p in networks.target.parameters()]
+    step(draw_pixels(config, device), TOTAL_STEPS // 2, 1.0)
+    online = [*networks.encoder.parameters(), *networks.projector.parameters()]
+    expected = [0.995 * old + 0.005 * new.detach() for old, new in zip(before, online, strict=True)]
+    pairs = zip(networks.target.parameters(), expected, strict=True)
+    return Measured(largest(*(relative_error(p, value) for p, value in pairs)), 1e-9)
+
+
+def _queue(device: torch.device) -> Measured:
+    """Make one update: the oldest places hold the keys of its images by the key network, of length 1, and others stay."""
+    config = tiny_config("moco", images=16)
+    step = train_step(config, Ranks(), device)
+    networks: Any = step.method.networks
+    pixels = draw_pixels(config, device)
+    with torch.no_grad():
+        keys = networks(pixels).keys
+    expected = networks.queue.clone()
+    number = 2
+    expected[16 * number : 16 * (number + 1)] = keys / keys.norm(dim=1, keepdim=True)
+    step(pixels, number, 1.0)
+    return Measured(relative_error(networks.queue, expected), 1e-9)
 
 
 def _config(**options: Any) -> Config:

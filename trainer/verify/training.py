@@ -25,6 +25,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.setup import build_step
 from trainer.step import TrainStep
 
+TOTAL_STEPS = 10  # of the run that a step belongs to
 _K = 4
 _SIZE = 16  # pixels
 
@@ -80,7 +81,7 @@ def train_step(config: Config, ranks: Ranks, device: torch.device, *, dtype: tor
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return build_step(config, ranks, device, total_steps=10)
+        return build_step(config, ranks, device, total_steps=TOTAL_STEPS)
     finally:
         torch.set_default_dtype(before)
 
