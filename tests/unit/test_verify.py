@@ -155,6 +155,30 @@ def test_a_current_certificate_is_attached(tmp_path: Path) -> None:
     assert len(found["sha256"]) == 64
 
 
+@pytest.mark.slow
+def test_training_evaluation_and_report_show_the_certificate(
+    tiny_set: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(identity(CPU))
+    run_dir = tmp_path / "run"
+    words = ["--config", str(tiny_config), "--data.root", str(tiny_set), "--run_dir", str(run_dir), "--max_steps", "1"]
+    assert main(["pretrain", *words]) == 0
+    assert (run_dir / "certificate.json").read_text() == path.read_text()
+    assert main(["knn", "--run_dir", str(run_dir)]) == 0
+    assert json.loads(capsys.readouterr().out)["knn"]["certificate"] == summary(path)
+    assert main(["report", str(run_dir), "--no_images"]) == 0
+    page = (run_dir / "report.html").read_text()
+    assert "3 checks passed, 1 failed, 2 skipped, on 2026-01-01" in page
+    # Without a certificate there is neither a value nor a row.
+    path.unlink()
+    (run_dir / "certificate.json").unlink()
+    assert main(["knn", "--run_dir", str(run_dir)]) == 0
+    capsys.readouterr()
+    assert json.loads((run_dir / "eval" / "knn_1.json").read_text())["certificate"] is None
+    assert main(["report", str(run_dir), "--no_images"]) == 0
+    assert "no certificate" not in (run_dir / "report.html").read_text()
+
+
 @pytest.mark.parametrize("changed", ["commit", "code", "device", "versions"])
 def test_a_certificate_of_something_else_is_not_attached(
     changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
