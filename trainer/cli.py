@@ -338,6 +338,15 @@ def bench(words: Words) -> int:
     return run_bench(own, settings)
 
 
+def verify(words: Words) -> int:
+    """Check losses, gradients, ranks, views, kernels and figures on this machine. The exit code is 1 if a check fails."""
+    from trainer.verify.cli import add_verify_arguments, run_verify
+
+    parser = _parser(verify)
+    add_verify_arguments(parser)
+    return run_verify(parser.parse_args(words))
+
+
 def demo(words: Words) -> int:
     """Train on real images for some minutes, evaluate the encoder, and end with a table and a page of plots."""
     from trainer.tools.demo import add_arguments, run_demo
@@ -365,6 +374,7 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "preview": preview,
     "settings": settings,
     "bench": bench,
+    "verify": verify,
     "demo": demo,
     "completion": completion,
 }

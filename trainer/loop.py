@@ -28,6 +28,7 @@ from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import DONE, PREEMPTED, InputError, TrainingFailedError, exit_code_of
 from trainer.files import describe_os_error
 from trainer.metrics import Clock, DelayedMetrics, MetricSums, MetricsWriter, count_skipped_images
+from trainer.run.certificate import attach_certificate
 from trainer.run.commit import git_commit
 from trainer.run.faults import FaultCounter
 from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
@@ -288,6 +289,7 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     job = f" (SLURM job {run.ranks.job_id}, restart {run.ranks.restarts})" if run.ranks.job_id else ""
     _log.info("start %d of this run%s, at step %d of %d", state.starts, job, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml", run.sources)
+    attach_certificate(run.run_dir, run.device)
     board = Board(run.run_dir, first_step, run.config) if run.config.log.tensorboard else None
     epochs = run.config.optimizer.epochs
     writer = MetricsWriter(run.run_dir, first_step, run.end_step, epochs, run.step.method, run.step.metrics, board)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
-from drawing import draw_plan
 
 from trainer.config.schema import ViewsConfig
 from trainer.data.color import color_matrices
 from trainer.data.plan import Plan
+from trainer.verify.dali_views import draw_plan
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 NEUTRAL = (1.0, 1.0, 1.0, 0.0)

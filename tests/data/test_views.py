@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
-from drawing import dali_eval, dali_run, dali_views, draw_plan, sizes, smooth_picture
+from drawing import smooth_picture
 from nvidia.dali import Pipeline, fn
 from nvidia.dali.backend import GetSchema
 from pictures import encoded as encode
@@ -19,10 +19,11 @@ from pictures import image, shared
 from PIL import Image
 
 from tests.conftest import ROOT
-from tests.data.reference_views import reference_views
 from trainer.config.schema import ViewsConfig
 from trainer.data.color import color_matrices
 from trainer.data.dali_graph import Placement, decode, view_arrays
+from trainer.verify.dali_views import dali_eval, dali_run, dali_views, draw_plan, sizes
+from trainer.verify.reference_views import reference_views
 
 BORDER = 16
 PLAIN = ViewsConfig(num_views=2, size=96, color_probability=0.0, gray_probability=0.0, blur_probability=0.0)

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 def run_local(words: Sequence[str], ranks: int) -> int:
     """Run `wmse WORDS` in `ranks` processes until all have ended. Returns the exit code of the first failure, else 0."""
     launch = f"{os.getpid()}.{time.time_ns()}"
-    processes = [start(words, _environment(rank, ranks, launch)) for rank in range(ranks)]
+    processes = [start(words, rank_environment(rank, ranks, launch)) for rank in range(ranks)]
 
     def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
@@ -61,7 +61,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _environment(rank: int, ranks: int, launch: str) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, launch: str) -> dict[str, str]:
     """Return the environment of a rank, with the variables that torchrun sets. A single rank needs none of them.
 
     launch: a key by which the ranks of one launch find each other."""

@@ -21,6 +21,7 @@ from trainer.evaluate.linear_sgd import LINEAR_SGD
 from trainer.evaluate.protocol import Protocol, Subject
 from trainer.evaluate.results import Results, Source
 from trainer.evaluate.splits import classes_with_images, open_splits, unusable_files
+from trainer.run.certificate import find_certificate, summary
 from trainer.run.commit import git_commit
 
 # The protocols by their names in `evaluate.protocols`; trainer.config.evaluation.PROTOCOLS lists the same names.
@@ -48,6 +49,11 @@ class Evaluator:
     def splits(self) -> tuple[Split, Split]:
         """The split that the protocols learn from, and the split that they are tested on."""
         return open_splits(self.place)
+
+    @cached_property
+    def _certificate(self) -> dict[str, Any] | None:
+        """The summary of the certificate of `wmse verify` that holds for this code and device; None if there is none."""
+        return summary(find_certificate(self.place.device))
 
     def protocols(self, names: Sequence[str], which: str) -> list[str]:
         """Return the names of the protocols to run. names: from `evaluate.protocols`, or those of a command.
@@ -123,6 +129,7 @@ class Evaluator:
             "classes_without_training_images": [names[number] for number in tested if number not in learnt],
             "precision": PRECISION_NAMES[encoding_dtype(self.place)],
             "commit": git_commit(),
+            "certificate": self._certificate,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 

@@ -98,6 +98,8 @@ class Run:
     log: dict[str, str]
     """commit, torch and device of the last start."""
     problems: list[str] = field(default_factory=list)
+    certificate: dict[str, Any] = field(default_factory=dict)
+    """certificate.json, which `wmse verify` wrote; empty if it is missing."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -136,6 +138,7 @@ def collect_run(folder: Path, name: str, status: dict[str, Any]) -> Run:
         lines=lines,
         results=read_results(folder / "eval", steps_per_epoch, problems),
         log=_read_log(folder / "log.txt", problems),
+        certificate=read_json(folder / "certificate.json", problems),
         problems=problems,
     )
 

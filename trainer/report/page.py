@@ -85,7 +85,7 @@ def render(shown: Sequence[Shown]) -> str:
     return template.render(
         shown=shown,
         runs=runs,
-        heads=[_head(run) for run in runs],
+        heads=_heads(runs),
         curves=_training_curves(runs),
         accuracy=_accuracy(runs),
         tables=[figure_table(run) for run in runs if run.results],
@@ -137,6 +137,17 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _heads(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Return the rows of the first table, for each run."""
+    heads = [_head(run) for run in runs]
+    verified = [_verified(run) for run in runs]
+    # Without any certificate there is no such row.
+    if any(verified):
+        for head, line in zip(heads, verified, strict=True):
+            head["wmse verify"] = line or "no certificate"
+    return heads
+
+
 def _head(run: Run) -> dict[str, str]:
     """Return the rows of the first table for one run."""
     config = run.config
@@ -161,6 +172,16 @@ def _head(run: Run) -> dict[str, str]:
         "Commit of the evaluation": text(about, "commit") or "none yet",
         "PyTorch": run.log.get("torch", "unknown"),
     }
+
+
+def _verified(run: Run) -> str:
+    """Describe the certificate of `wmse verify` that the training attached; empty without one."""
+    found = run.certificate
+    passed, failed, skipped = (number(found, name) for name in ("passed", "failed", "skipped"))
+    if passed is None or failed is None or skipped is None:
+        return ""
+    date = text(found, "date") or "an unknown date"
+    return f"{passed:.0f} checks passed, {failed:.0f} failed, {skipped:.0f} skipped, on {date}"
 
 
 def _progress(run: Run) -> dict[str, str]:
