@@ -342,7 +342,7 @@ def verify(words: Words) -> int:
     """Check losses, gradients, ranks, views, kernels and figures on this machine. The exit code is 1 if a check fails."""
     from trainer.verify.cli import add_verify_arguments, run_verify
 
-    parser = _parser(verify)
+    parser = command_parser(verify)
     add_verify_arguments(parser)
     return run_verify(parser.parse_args(words))
 
