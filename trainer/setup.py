@@ -237,7 +237,7 @@ def build_loader(run: Run, first_step: int) -> ViewLoader:
         run.index,
         run.config.views,
         run.config.data,
-        train_requests(run.planner, sizes),
+        train_requests(run.planner, sizes, with_digest=True),
         batch_size=run.planner.images.count,
         device=run.device,
         first_step=first_step,

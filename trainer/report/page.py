@@ -160,7 +160,16 @@ def _head(run: Run) -> dict[str, str]:
         "Commit of the training": run.log.get("commit", "unknown"),
         "Commit of the evaluation": text(about, "commit") or "none yet",
         "PyTorch": run.log.get("torch", "unknown"),
+        "Other versions": _other_versions(run),
     }
+
+
+def _other_versions(run: Run) -> str:
+    """Return the versions of the last start besides torch's."""
+    versions = run.starts[-1].get("versions") if run.starts else None
+    if not isinstance(versions, dict):
+        return "unknown"
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch")
 
 
 def _progress(run: Run) -> dict[str, str]:
