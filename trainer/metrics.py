@@ -264,8 +264,12 @@ class MetricsWriter:
         `RepeatedSteps`."""
         self._path = run_dir / "metrics.jsonl"
         last_line, dropped = _drop_lines_after(self._path, first_step)
-        self._repeated = RepeatedSteps(dropped, first_step, last_line, rounding)
         self._digests = digests or Digests()
+        if first_step > 0 and self._digests.since == first_step:
+            # The digests begin anew, so they cannot be compared with those of the dropped lines.
+            for line in dropped:
+                line.pop("rows_digest", None)
+        self._repeated = RepeatedSteps(dropped, first_step, last_line, rounding)
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""  # lines that could not be written, for example because the disk is full
         self._board = board

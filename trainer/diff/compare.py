@@ -29,8 +29,8 @@ class Comparison:
     """Fingerprint and number of images of both runs, if they differ."""
     metrics: dict[str, dict[str, Any]]
     """By name, the first logged step at which a value differs, with both values."""
-    equal_line: int
-    """The last step before any difference that both runs logged, 0: none."""
+    equal_lines: list[int]
+    """Steps with the same line in both runs, before any line that differs."""
     weights: WeightsResult
     row: RowDifference | None = None
     notes: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Comparison:
     @property
     def identical_to(self) -> int:
         """The last step at which lines or checkpoints are known to be identical, and nothing differed before; 0: none."""
-        known = [self.equal_line, self.weights.identical or 0]
+        known = [*self.equal_lines, *self.weights.same]
         end = self.parts_at
         return max([step for step in known if end is None or step < end], default=0)
 
@@ -119,13 +119,13 @@ class Comparison:
 
 def compare_runs(a: Side, b: Side) -> Comparison:
     """Compare all that the files of two runs tell."""
-    metrics, equal_line, equal_rows, notes = _compare_lines(a, b)
+    metrics, equal_lines, equal_rows, notes = _compare_lines(a, b)
     found = Comparison(
         settings=_different_settings(a.config, b.config),
         environment=_different_environment(a, b),
         data=_different_data(a, b),
         metrics=metrics,
-        equal_line=equal_line,
+        equal_lines=equal_lines,
         weights=compare_checkpoints(a.checkpoints, b.checkpoints),
         notes=notes,
     )
@@ -134,7 +134,8 @@ def compare_runs(a: Side, b: Side) -> Comparison:
         end = metrics["rows_digest"]["step"] if "rows_digest" in metrics else found.parts_at
         has_digests = _comparable_digests(a, b)
         if end is not None and ("rows_digest" in metrics or not has_digests):
-            _compare_rows(a, b, equal_rows if has_digests else equal_line, end, found)
+            last_equal = max(equal_lines, default=0)
+            _compare_rows(a, b, equal_rows if has_digests else last_equal, end, found)
     found.notes += [f"{side.name}: {problem}" for side in (a, b) for problem in side.problems]
     return found
 
@@ -180,8 +181,8 @@ def _comparable_digests(a: Side, b: Side) -> bool:
     return has_digests and a.digests_since == b.digests_since
 
 
-def _compare_lines(a: Side, b: Side) -> tuple[dict[str, dict[str, Any]], int, int, list[str]]:
-    """Return the first difference of each value, the last equal line, the last line of equal rows, and notes."""
+def _compare_lines(a: Side, b: Side) -> tuple[dict[str, dict[str, Any]], list[int], int, list[str]]:
+    """Return the first difference of each value, the steps of equal lines, the last line of equal rows, and notes."""
     notes = []
     digests = _comparable_digests(a, b)
     if not digests:
@@ -189,7 +190,8 @@ def _compare_lines(a: Side, b: Side) -> tuple[dict[str, dict[str, Any]], int, in
     ours = dict(_with_line_before(a.lines))
     theirs = dict(_with_line_before(b.lines))
     metrics: dict[str, dict[str, Any]] = {}
-    equal_line = equal_rows = 0
+    equal_lines = []
+    equal_rows = 0
     has_other_intervals = False
     for step in sorted(ours.keys() & theirs.keys()):
         before_a, line_a = ours[step]
@@ -205,14 +207,14 @@ def _compare_lines(a: Side, b: Side) -> tuple[dict[str, dict[str, Any]], int, in
         for name in sorted(different, key=lambda name: (name != "rows_digest", name != "loss")):
             metrics.setdefault(name, {"step": step, "a": values_a[name], "b": values_b[name]})
         if not metrics and before_a == before_b:
-            equal_line = step
+            equal_lines.append(step)
         if "rows_digest" in names and "rows_digest" not in metrics:
             equal_rows = step
     if has_other_intervals:
         notes.append(
             "some lines are means over other steps (log.every_steps), so only rows and learning rate are compared"
         )
-    return metrics, equal_line, equal_rows, notes
+    return metrics, equal_lines, equal_rows, notes
 
 
 def _with_line_before(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:

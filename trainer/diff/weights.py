@@ -40,18 +40,24 @@ class WeightsResult(NamedTuple):
     """Comparison of all checkpoints that two runs have in common."""
 
     common: list[int]
-    identical: int | None
-    """The last step whose checkpoints are bit-identical."""
+    same: list[int]
+    """Steps whose checkpoints are bit-identical."""
     different: int | None
     """The first step whose checkpoints differ."""
     tensors: list[TensorDifference]
     """Differences of that step, or why one of its files cannot be read."""
 
+    @property
+    def identical(self) -> int | None:
+        """The last step whose checkpoints are bit-identical."""
+        return self.same[-1] if self.same else None
+
 
 def compare_checkpoints(a: dict[int, Path], b: dict[int, Path]) -> WeightsResult:
     """Compare the checkpoints of two runs. a, b: by step."""
     common = sorted(a.keys() & b.keys())
-    identical = different = None
+    same = []
+    different = None
     tensors: list[TensorDifference] = []
     for step in common:
         try:
@@ -62,11 +68,11 @@ def compare_checkpoints(a: dict[int, Path], b: dict[int, Path]) -> WeightsResult
                 continue
             found = [TensorDifference("the file", None, None, None, str(error))]
         if not found:
-            identical = step
+            same.append(step)
         elif different is None:
             different = step
             tensors = found
-    return WeightsResult(common, identical, different, tensors)
+    return WeightsResult(common, same, different, tensors)
 
 
 def compare_tensors(a: dict[str, Any], b: dict[str, Any]) -> list[TensorDifference]:

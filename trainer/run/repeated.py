@@ -9,6 +9,7 @@ from typing import Any
 from trainer.run.digests import first_different
 
 _log = logging.getLogger(__name__)
+_VERBS = (("was", "is"), ("were", "are"))
 
 
 class RepeatedSteps:
@@ -64,8 +65,8 @@ class RepeatedSteps:
         """Log how far the lines were identical, unless the outcome was logged before."""
         if self._equal_to:
             _log.info(
-                "%s made again after the restart, identical to the first time",
-                _steps(self._first, self._equal_to, "was", "were"),
+                "%s identical to the first time",
+                _steps(self._first, self._equal_to, *(f"{v} made again after the restart and {w}" for v, w in _VERBS)),
             )
         self._equal_to = 0
         self._dropped.clear()
