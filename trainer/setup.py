@@ -169,6 +169,7 @@ def build_step(
         device,
         compression=config.gradient_compression,
         accumulates=num_micro_batches > 1,
+        fixed_buckets=config.deterministic,
     )
     return TrainStep(
         method,

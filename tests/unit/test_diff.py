@@ -222,6 +222,7 @@ def test_a_checkpoint_without_digests_starts_them_anew(copy: Path, tiny_set: Pat
     save_checkpoint(copy / "checkpoints", content, 10)
     log = resumed(copy, tiny_set, 6)
     assert "the checkpoint of step 6 has no digests of rows and losses: they start anew" in log
+    assert "steps 7 to 9 were made again after the restart and are identical to the first time" in log
     code, found = diff(copy)
     assert (code, found["identical_to"]) == (0, 9)
     assert any("rows_digest is not compared" in note for note in found["notes"])

@@ -98,9 +98,9 @@ class Run:
     results: list[Result]
     log: dict[str, str]
     """commit, torch and device of the last start."""
-    starts: list[dict[str, Any]]
-    """starts.jsonl; empty for a run of an older version."""
     problems: list[str] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """starts.jsonl; empty for a run of an older version."""
 
     @property
     def settings(self) -> dict[str, Any]:
