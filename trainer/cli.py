@@ -280,6 +280,44 @@ def report(words: Words) -> int:
     return run_report(parser.parse_args(words))
 
 
+def plan(words: Words) -> int:
+    """Print what a step trains on: its images, every random choice of their views, slices and learning rate."""
+    parser = command_parser(plan)
+    add_config(parser)
+    parser.add_argument("--step", type=int, required=True, metavar="S", help="step, counted from 0")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="rank whose rows are shown (with --ranks)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default 1: all rows of the step)")
+    parser.add_argument(
+        "--images", type=int, default=0, metavar="N", help="number of training images, instead of opening them"
+    )
+    parser.add_argument("--rows", default="", metavar="FIRST:LAST", help="rows to show (default: the first 8)")
+    parser.add_argument("--json", action="store_true", help="print JSON lines: the step, its rows, its slices")
+    own, settings = parse_with_settings(parser, words)
+    from trainer.config.loading import load_config
+    from trainer.distributed.ranks import Ranks
+    from trainer.tools.step_plan import plan_lines_of_step
+
+    world_size = _number_of_ranks(own)
+    if not 0 <= own.rank < world_size or own.images < 0:
+        raise InputError(
+            f"--rank is {own.rank} of {world_size}, --images {own.images}: give 0 <= R < N and N > 0 images"
+        )
+    config = load_config(own.config, settings)
+    ranks = Ranks(own.rank, world_size)
+    for line in plan_lines_of_step(config, own.step, ranks, num_images=own.images, rows=own.rows, as_json=own.json):
+        print(line)
+    return DONE
+
+
+def diff(words: Words) -> int:
+    """Say where two runs part: settings, versions, images, steps, rows and weights. The exit code is 1 if they do."""
+    from trainer.diff.cli import add_diff_arguments, run_diff
+
+    parser = command_parser(diff)
+    add_diff_arguments(parser)
+    return run_diff(parser.parse_args(words))
+
+
 def prepare(words: Words) -> int:
     """Write tar shards with an index from an image folder or a named data set."""
     from trainer.data.cli import add_prepare_arguments, run_prepare
@@ -369,6 +407,8 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "features": features,
     "status": status,
     "report": report,
+    "plan": plan,
+    "diff": diff,
     "prepare": prepare,
     "check-data": check_data,
     "preview": preview,

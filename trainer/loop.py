@@ -20,7 +20,7 @@ from trainer.config.loading import save_config
 from trainer.config.schema import Config, flatten
 from trainer.data.loader import Batch, ViewLoader
 from trainer.data.plan import PLAN_VERSION
-from trainer.distributed.device import choose_device, compiles, memory_gib
+from trainer.distributed.device import choose_device, compiles, memory_gib, names_nondeterministic
 from trainer.distributed.geometry import usable_ranks
 from trainer.distributed.peers import is_of_lost_rank
 from trainer.distributed.process_group import peers, process_group, step_seconds
@@ -30,11 +30,14 @@ from trainer.files import describe_os_error
 from trainer.metrics import Clock, DelayedMetrics, MetricSums, MetricsWriter, count_skipped_images
 from trainer.run.certificate import attach_certificate
 from trainer.run.commit import git_commit
+from trainer.run.digests import Digests
 from trainer.run.faults import FaultCounter
 from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
+from trainer.run.machine import provenance
 from trainer.run.resume import resume, save
 from trainer.run.saver import Saver
 from trainer.run.signals import GO_ON, PREEMPT, STOP, StopRequest
+from trainer.run.starts import note_start, read_starts, rounding_changes
 from trainer.run.state import RunState, note_lost_rank_0, wait_for_end
 from trainer.run.tensorboard import Board
 from trainer.run.watchdog import Watchdog
@@ -135,7 +138,7 @@ def train(
     ranks, log_every = run.ranks, run.config.log.every_steps
     sums = MetricSums(run.step.method.metrics, run.device)
     first_step = step = resume(run, sums)
-    open_writer = _writer(run, first_step, state)
+    open_writer = _writer(run, first_step, state, sums.digests)
     late = DelayedMetrics(_HOST_DELAY)
     faults = build_fault_counter(run)
     clock = _clock(run, first_step)
@@ -161,8 +164,9 @@ def train(
             # Only rank 0 knows when a save by minutes is due; the step's all-reduce tells the other ranks.
             save_due = ranks.is_first and saves.minutes_due()
             labels = run.labels(batch.image_ids)
-            result = run.step(batch.views, batch.step, learning_rate, labels=labels, stop=stop.level, save=save_due)
-            sums.add(result)
+            with names_nondeterministic():
+                result = run.step(batch.views, batch.step, learning_rate, labels=labels, stop=stop.level, save=save_due)
+            sums.add(result, batch.rows_digest)
             step = batch.step + 1
             state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
 
@@ -281,7 +285,9 @@ def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:
     )
 
 
-def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManager[MetricsWriter | None]:
+def _writer(
+    run: Run, first_step: int, state: RunState, digests: Digests
+) -> AbstractContextManager[MetricsWriter | None]:
     if not run.ranks.is_first:
         return nullcontext()
     state.write(status="running", step=first_step, total_steps=run.schedule.total_steps)
@@ -292,8 +298,26 @@ def _writer(run: Run, first_step: int, state: RunState) -> AbstractContextManage
     attach_certificate(run.run_dir, run.device)
     board = Board(run.run_dir, first_step, run.config) if run.config.log.tensorboard else None
     epochs = run.config.optimizer.epochs
-    writer = MetricsWriter(run.run_dir, first_step, run.end_step, epochs, run.step.method, run.step.metrics, board)
+    rounding = _note_start(run, first_step, digests)
+    writer = MetricsWriter(
+        run.run_dir, first_step, run.end_step, epochs, run.step.method, run.step.metrics, board, digests, rounding
+    )
     return closing(writer)
+
+
+def _note_start(run: Run, first_step: int, digests: Digests) -> str:
+    """Add this start to starts.jsonl. Returns what changed since the start before, so that results are rounded differently."""
+    before = read_starts(run.run_dir)
+    now = {
+        "step": first_step,
+        "world_size": run.ranks.world_size,
+        **provenance(run.device),
+        "images": {"fingerprint": run.index.fingerprint, "count": len(run.index)},
+        "plan_version": PLAN_VERSION,
+        "digests_since": digests.since,
+    }
+    note_start(run.run_dir, now)
+    return rounding_changes(before[-1], now) if before else ""
 
 
 def _saver(run: Run) -> Saver:

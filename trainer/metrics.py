@@ -28,7 +28,9 @@ from trainer.files import write_text
 from trainer.methods.method import Method
 from trainer.metric import Metric
 from trainer.progress import RunBar
+from trainer.run.digests import Digests, join_halves
 from trainer.run.faults import CollapseWatch
+from trainer.run.repeated import RepeatedSteps
 from trainer.run.tensorboard import Board
 from trainer.step import RankFlags, StepResult
 
@@ -102,7 +104,7 @@ class DelayedMetrics:
 
 
 class MetricSums:
-    """Sums of the loss and the metrics of a method since the last logged line, on the device.
+    """Sums of the loss and the metrics of a method since the last logged line, on the device, and the digests of the run.
 
     Skipped updates only count for metrics that keep the smallest value."""
 
@@ -112,9 +114,12 @@ class MetricSums:
         # The sum for each mean, then the numbers of applied and of skipped updates.
         self._sums = torch.zeros(len(self._means) + 2, dtype=torch.float64, device=device)
         self._smallest = torch.full((len(self._minima),), torch.inf, dtype=torch.float64, device=device)
+        self._rows = torch.zeros(2, dtype=torch.float64, device=device)
+        self.digests = Digests()
 
-    def add(self, result: StepResult) -> None:
-        """Add the loss and the metrics of one step."""
+    def add(self, result: StepResult, rows_digest: int = 0) -> None:
+        """Add the loss, the metrics and the digest of the rows of one step."""
+        self.digests.add_rows(rows_digest)
         values = {"loss": result.loss, **result.metrics}
         applied = ~result.skipped
         means = torch.stack([values[name].double() for name in self._means])
@@ -126,8 +131,10 @@ class MetricSums:
             self._smallest = torch.minimum(self._smallest, smallest)
 
     def take(self, embeddings: Tensor, ranks: Ranks) -> dict[str, Tensor]:
-        """Return the metrics of the steps since the last call over all ranks, 0-d float64, by their names in metrics.jsonl."""
-        sums, smallest = self._over_ranks(ranks)
+        """Return the metrics of the steps since the last call over all ranks, 0-d float64, by their names in metrics.jsonl.
+
+        The digest of the rows so far is in two halves, which `MetricsWriter` joins."""
+        sums, smallest, rows = self._over_ranks(ranks)
         self._sums.zero_()
         self._smallest.fill_(torch.inf)
         applied, skipped = sums[-2:]
@@ -137,23 +144,30 @@ class MetricSums:
             **dict(zip(self._minima, smallest.unbind(), strict=True)),
             "effective_rank": effective_rank(embeddings, ranks),
             "skipped_steps": skipped / ranks.world_size,
+            "rows_high": rows[0],
+            "rows_low": rows[1],
         }
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
         """Return the state for a checkpoint between two logged lines: the sums over all ranks, divided by their number.
 
         Every rank calls this."""
-        sums, smallest = self._over_ranks(ranks)
-        return {"sums": sums / ranks.world_size, "smallest": smallest}
+        return self.state_and_rows(ranks)[0]
 
-    def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
-        sums = self._sums.clone()
+    def state_and_rows(self, ranks: Ranks) -> tuple[dict[str, Any], Tensor]:
+        """Return `state` and the halves of the digest of the rows (2,), which the same all-reduce sums over ranks."""
+        sums, smallest, rows = self._over_ranks(ranks)
+        return {"sums": sums / ranks.world_size, "smallest": smallest}, rows
+
+    def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+        self.digests.put_halves(self._rows)
+        sums = torch.cat([self._sums, self._rows])
         smallest = self._smallest.clone()
         if ranks.world_size > 1:
             dist.all_reduce(sums)
             if self._minima:
                 dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return sums, smallest
+        return sums[:-2], smallest, sums[-2:]
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
@@ -241,12 +255,21 @@ class MetricsWriter:
         method: Method | None = None,
         metrics: Mapping[str, Metric] = MappingProxyType({}),
         board: Board | None = None,
+        digests: Digests | None = None,
+        rounding: str = "",
     ) -> None:
         """epochs: length of the whole run. method: gives health warnings. metrics: besides the common ones.
 
-        board: None: no TensorBoard."""
+        board: None: no TensorBoard. digests: those of the run, whose chain of losses the writer continues. rounding: as for
+        `RepeatedSteps`."""
         self._path = run_dir / "metrics.jsonl"
-        _drop_lines_after(self._path, first_step)
+        last_line, dropped = _drop_lines_after(self._path, first_step)
+        self._digests = digests or Digests()
+        if first_step > 0 and self._digests.since == first_step:
+            # The digests begin anew, so they cannot be compared with those of the dropped lines.
+            for line in dropped:
+                line.pop("rows_digest", None)
+        self._repeated = RepeatedSteps(dropped, first_step, last_line, rounding)
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""  # lines that could not be written, for example because the disk is full
         self._board = board
@@ -255,6 +278,7 @@ class MetricsWriter:
         self._collapse = CollapseWatch()
         self._method = method or Method()
         self._metrics = all_metrics(metrics)
+        self._of_method = tuple(metrics)
         self._end_step = end_step
         self._epochs = epochs
 
@@ -271,9 +295,12 @@ class MetricsWriter:
         of_rank = self._collapse.warnings(record["effective_rank"])
         for warning in (*of_method, *of_rank):
             _log.warning("step %d: %s", record["step"], warning)
-        values = {name: _finite(record[name]) for name in self._metrics}
+        values: dict[str, Any] = {name: _finite(record[name]) for name in self._metrics}
         # A sum over ranks divided by their number; rounding removes the error of the division.
         values["skipped_steps"] = round(record["skipped_steps"])
+        values["rows_digest"] = join_halves(record["rows_high"], record["rows_low"])
+        values["loss_digest"] = self._digests.chain({name: record[name] for name in ("step", "loss", *self._of_method)})
+        self._repeated.compare(values)
         self._append(json.dumps(values) + "\n")
         if self._board:
             self._board.draw(values, self._metrics)
@@ -302,6 +329,7 @@ class MetricsWriter:
     def close(self) -> None:
         """Stop the bar and close the files."""
         self._bar.close()
+        self._repeated.close()
         if self._board:
             self._board.close()
         self._file.close()
@@ -344,17 +372,26 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`, because later ones will be written again. An incomplete last line is dropped as well."""
+def _drop_lines_after(path: Path, step: int) -> tuple[int, list[dict[str, Any]]]:
+    """Keep the lines up to `step`, because later ones will be written again. An incomplete last line is dropped as well.
+
+    Returns the step of the last line that is kept, 0 without one, and the later lines."""
     if not path.exists():
-        return
+        return 0, []
     kept = []
+    last_step = 0
+    dropped = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            is_kept = json.loads(line)["step"] <= step
+            values = json.loads(line)
+            is_kept = values["step"] <= step
         except (ValueError, KeyError, TypeError, RecursionError):  # deeply nested brackets raise RecursionError
             _log.warning("dropped an incomplete line of %s", path)
             continue
         if is_kept:
             kept.append(line + "\n")
+            last_step = values["step"]
+        else:
+            dropped.append(values)
     write_text(path, "".join(kept))
+    return last_step, dropped

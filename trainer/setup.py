@@ -169,6 +169,7 @@ def build_step(
         device,
         compression=config.gradient_compression,
         accumulates=num_micro_batches > 1,
+        fixed_buckets=config.deterministic,
     )
     return TrainStep(
         method,
@@ -237,7 +238,7 @@ def build_loader(run: Run, first_step: int) -> ViewLoader:
         run.index,
         run.config.views,
         run.config.data,
-        train_requests(run.planner, sizes),
+        train_requests(run.planner, sizes, with_digest=True),
         batch_size=run.planner.images.count,
         device=run.device,
         first_step=first_step,

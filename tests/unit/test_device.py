@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.config.checks import check
 from trainer.config.schema import Config
-from trainer.distributed.device import choose_device, compiles
+from trainer.distributed.device import choose_device, compiles, names_nondeterministic
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 
@@ -40,3 +41,20 @@ def test_auto_compiles_the_model_on_a_gpu_only(setting: Any, on_gpu: bool, on_cp
     config = Config(compile=setting)
     assert compiles(config, torch.device("cuda", 0)) is on_gpu
     assert compiles(config, torch.device("cpu")) is on_cpu
+
+
+def test_an_operation_without_a_deterministic_algorithm_is_named() -> None:
+    choose_device(Config(device="cpu", deterministic=True), Ranks())
+    try:
+        named = "deterministic is true, but the operation put_ has no deterministic"
+        with pytest.raises(InputError, match=named), names_nondeterministic():
+            torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
+        with pytest.raises(RuntimeError, match="other"), names_nondeterministic():
+            raise RuntimeError("other")
+    finally:
+        choose_device(Config(device="cpu"), Ranks())
+
+
+def test_autotuning_is_refused_in_deterministic_runs() -> None:
+    (problem,) = check(Config(deterministic=True, autotune=True))
+    assert problem.startswith("autotune is true with deterministic true")

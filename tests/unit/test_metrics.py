@@ -52,6 +52,7 @@ def line(step: int, loss: float = 1.0, **more: float) -> dict[str, Any]:
     known = Clock(16, 2, 10, step - 1, 40).line(step)
     rest = {"lr": 0.1, "memory_gib": 1.0, "memory_limit_gib": 8.0, "skipped_images": 1}
     metrics = {"loss": loss, "effective_rank": 3.0, "min_pivot": 0.5, "skipped_steps": 0.0}
+    metrics |= {"rows_high": 1.0, "rows_low": float(step)}
     return {"step": step, **dict.fromkeys(RankFlags._fields, 0.0), **known, **rest, **metrics, **more}
 
 

@@ -81,6 +81,7 @@ def test_the_page_shows_figures_classes_and_pictures(full_page: str, finished: P
     assert len(re.findall(r'class="thumb (?:right|wrong)"', full_page)) == 8 * 5
     assert seen.count("✓") + seen.count("✗") >= 8 * 5
     assert not re.search("no metrics yet|no evaluation yet|Not shown", seen)
+    assert re.search(r"python [\d.]+, .*dali [\d.]+.*, timm [\d.]+", seen)
 
 
 def test_a_neighbour_is_right_if_its_class_is_that_of_the_test_image(full_page: str) -> None:

@@ -140,6 +140,10 @@ def _micro_batches(config: Config) -> list[str]:
 
 
 def _compile_options(config: Config) -> list[str]:
+    if config.deterministic and config.autotune:
+        return [
+            "autotune is true with deterministic true, but it chooses kernels by their time: set one of them to false"
+        ]
     if config.compile != "false":
         return []
     return [

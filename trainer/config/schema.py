@@ -295,6 +295,9 @@ class Config:
     autotune: bool = setting(False, shapes_result=False)
     """With compile on a GPU: time several kernels for each convolution and matrix product, and use the fastest. The first
     step takes 5 to 10 minutes longer."""
+    deterministic: bool = setting(False, shapes_result=False)
+    """Compute only with algorithms that give the same bits each time, on the same hardware, number of ranks and versions. An
+    operation without such an algorithm ends the run and is named. Costs time on a GPU."""
     cuda_graphs: bool = setting(False, shapes_result=False)
     """With compile on a GPU: replay forward and backward as CUDA graphs, which helps if launching kernels takes most of the
     time."""

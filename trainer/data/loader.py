@@ -31,10 +31,11 @@ from trainer.data.decode_cache import DecodeCache
 from trainer.data.decoding import decode, decode_by_dali
 from trainer.data.image_probe import decode_rgb
 from trainer.data.index import Index
-from trainer.data.plan import Planner
+from trainer.data.plan import Plan, Planner
 from trainer.data.printable import printable
 from trainer.data.quarantine import SkippedImages, read_quarantine
 from trainer.data.reader import ImageReader
+from trainer.data.row_choices import row_choices, rows_digest
 from trainer.distributed.cores import own_cores
 from trainer.errors import InputError
 
@@ -50,6 +51,9 @@ class Request(NamedTuple):
 
     image_ids: NDArray[np.int64]  # (N,)
     arrays: Callable[[NDArray, NDArray], list[NDArray]]  # heights, widths (N,) -> the graph's inputs after the images
+    digest: Callable[[NDArray, NDArray, NDArray], int] | None = (
+        None  # images shown, heights, widths -> digest of the rows
+    )
 
 
 class Batch(NamedTuple):
@@ -59,6 +63,7 @@ class Batch(NamedTuple):
     views: torch.Tensor  # (d*N, 3, S, S) uint8, channels_last, view-major, on the device
     image_ids: NDArray[np.int64]  # (N,) images shown; differs from the request where an image was replaced
     wait_seconds: float  # how long the caller waited for the batch
+    rows_digest: int = 0  # sum of the hashes of the rows, see `row_choices`; 0 if the request asks for none
 
 
 class Prepared(NamedTuple):
@@ -67,6 +72,7 @@ class Prepared(NamedTuple):
     step: int
     image_ids: NDArray[np.int64]
     arrays: list[Any]
+    rows_digest: int = 0
 
 
 def dali_threads(config: DataConfig, *, on_gpu: bool) -> int:
@@ -98,22 +104,42 @@ def size_at(sizes: Sequence[tuple[int, int]], step: int) -> int:
     return next(size for first, size in reversed(sizes) if step >= first)
 
 
+def plan_at(planner: Planner, sizes: Sequence[tuple[int, int]], step: int) -> Plan:
+    """Return the plan of a step with the blur of the step's size of views. sizes: as for `ViewLoader`."""
+    plan = planner.plan(step)
+    if not sizes:
+        return plan
+    scale = size_at(sizes, step) / planner.recipe.size
+    return plan._replace(blur_sigma=plan.blur_sigma * scale)
+
+
 def train_requests(
-    planner: Planner, sizes: Sequence[tuple[int, int]] = (), image_ids: NDArray[np.int64] | None = None
+    planner: Planner,
+    sizes: Sequence[tuple[int, int]] = (),
+    image_ids: NDArray[np.int64] | None = None,
+    *,
+    with_digest: bool = False,
 ) -> Callable[[int], Request]:
     """Return the function that gives the request of each training step, made from its plan.
 
     sizes: as for `ViewLoader`. A smaller view shows the same crop at a lower resolution, so its blur shrinks with it.
-    image_ids: the images that the planner numbers from 0 on; None: all images of the index.
+    image_ids: the images that the planner numbers from 0 on; None: all images of the index. with_digest: whether batches
+    have the digest of their rows.
     """
 
     def request(step: int) -> Request:
-        plan = planner.plan(step)
-        if sizes:
-            scale = size_at(sizes, step) / planner.recipe.size
-            plan = plan._replace(blur_sigma=plan.blur_sigma * scale)
+        plan = plan_at(planner, sizes, step)
         ids = plan.image_ids if image_ids is None else image_ids[plan.image_ids]
-        return Request(ids, lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths))
+
+        def digest(shown: NDArray, heights: NDArray, widths: NDArray) -> int:
+            choices = row_choices(plan, planner.recipe, planner.images.first, shown, (heights, widths))
+            return rows_digest(choices)
+
+        return Request(
+            ids,
+            lambda heights, widths: view_arrays(plan, planner.recipe, heights, widths),
+            digest if with_digest else None,
+        )
 
     return request
 
@@ -195,7 +221,7 @@ class ViewLoader:
                 outputs, prepared = self._run(step)
                 views = self._collect(outputs, len(prepared.image_ids))
                 wait_seconds = time.perf_counter() - began
-                yield Batch(step, views, prepared.image_ids, wait_seconds)
+                yield Batch(step, views, prepared.image_ids, wait_seconds, prepared.rows_digest)
         finally:
             # End the threads before the pipeline, and cancel what they have not begun.
             for pool in (self._preparer, self._readers):
@@ -323,7 +349,9 @@ class ViewLoader:
         heights = self.index.heights[ids]
         widths = self.index.widths[ids]
         arrays = request.arrays(heights, widths)
-        return Prepared(step, ids, [images, *arrays])
+        # This thread works ahead, so that the digest takes no time of the training loop.
+        digest = request.digest(ids, heights, widths) if request.digest else 0
+        return Prepared(step, ids, [images, *arrays], digest)
 
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
         """Return (id, bytes that DALI decodes or, with a cache, pixels) of the image or of the next one that can be used.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,11 @@ def read_quarantine(path: Path, first_step: int) -> dict[int, str]:
     A line that is not an entry, for example because a process was killed while writing it, is ignored with a warning.
     """
     return {entry["id"]: entry["image"] for entry in _entries_before(path, first_step)}
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """Return all entries in the file's order, each image once; empty if the file does not exist."""
+    return _entries_before(path, sys.maxsize)
 
 
 def drop_quarantine_after(path: Path, first_step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,15 @@ from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 
+_NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
+
 
 def choose_device(config: Config, ranks: Ranks) -> torch.device:
     """Return the device of this rank.
 
-    Raises InputError if the config demands a GPU and torch finds none, or if the node has fewer GPUs than ranks."""
+    Sets whether torch only uses deterministic algorithms. Raises InputError if the config demands a GPU and torch finds none,
+    or if the node has fewer GPUs than ranks."""
+    _set_deterministic(config.deterministic)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("device is cuda, but torch sees no GPU here: set device to cpu or auto")
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -32,8 +37,35 @@ def choose_device(config: Config, ranks: Ranks) -> torch.device:
     # With srun --gpus-per-task=1 each rank sees one GPU. `compare_ranks` makes sure that no two ranks have the same one.
     index = 0 if visible == 1 else ranks.local_rank
     torch.cuda.set_device(index)
-    torch.backends.cudnn.benchmark = True  # pays off because shapes never change
+    # Timing several algorithms pays off because shapes never change, but the fastest one may differ from start to start.
+    torch.backends.cudnn.benchmark = not config.deterministic
     return torch.device("cuda", index)
+
+
+def _set_deterministic(on: bool) -> None:
+    """Let torch, cuBLAS and cuDNN only use algorithms that give the same bits each time, or any algorithm."""
+    if on:
+        # cuBLAS reads this when its first handle is made, which is after this point of a process.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    # Filling new tensors with NaN would only find programs that read memory before they write it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def names_nondeterministic() -> Iterator[None]:
+    """Turn torch's error about an operation without a deterministic algorithm into an InputError that names it."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = _NONDETERMINISTIC.search(str(error))
+        if found is None:
+            raise
+        raise InputError(
+            f"deterministic is true, but the operation {found[1]} has no deterministic algorithm on this device: set "
+            "deterministic to false, or avoid the operation by other settings"
+        ) from error
 
 
 def compiles(config: Config, device: torch.device) -> bool:

@@ -165,7 +165,13 @@ def step_seconds(config: Config, ranks: Ranks, device: torch.device, *, may_comp
 
 
 def wrap_model(
-    model: nn.Module, ranks: Ranks, device: torch.device, *, compression: str = "none", accumulates: bool = False
+    model: nn.Module,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    compression: str = "none",
+    accumulates: bool = False,
+    fixed_buckets: bool = False,
 ) -> nn.Module:
     """Wrap the model in DDP, which averages gradients over ranks. A single rank gets the model itself.
 
@@ -174,6 +180,8 @@ def wrap_model(
     compression: bf16 or fp16, the dtype in which gradients are sent and summed; none: their own dtype.
     accumulates: whether some backwards do not communicate their gradients (gradient accumulation). DDP's static graph
     does not support this: torch 2.14 fails an internal assertion.
+    fixed_buckets: divide the gradients into the same buckets in every step. Otherwise the first step after each start has other
+    buckets, and so other roundings on three or more ranks, because a bucket's place decides in which order ranks are summed.
     """
     if ranks.world_size == 1:
         return model
@@ -187,7 +195,9 @@ def wrap_model(
         device_ids=[device.index] if device.type == "cuda" else None,
         **buffer_option,
         gradient_as_bucket_view=True,
-        static_graph=not accumulates,
+        static_graph=not accumulates and not fixed_buckets,
+        # DDP only rebuilds its buckets after the first step if it does not look for unused parameters.
+        find_unused_parameters=fixed_buckets,
     )
     if compression != "none":
         hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}

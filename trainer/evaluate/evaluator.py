@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -43,7 +44,7 @@ class Evaluator:
     def __init__(self, config: Config, ranks: Ranks, results: Results) -> None:
         self.config = config
         self.results = results
-        self.place = Place(config, ranks, choose_device(config, ranks))
+        self.place = Place(config, ranks, choose_device(replace(config, deterministic=False), ranks))
 
     @cached_property
     def splits(self) -> tuple[Split, Split]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from trainer.config.schema import Config
     from trainer.distributed.ranks import Ranks
@@ -44,6 +46,10 @@ class MethodSettings:
     def plan_lines(self, config: Config) -> list[str]:
         """Describe what the method does in a step, for the log and the dry run."""
         return []
+
+    def slices(self, config: Config, step: int) -> NDArray[np.int64] | None:
+        """Return the rows of a step that are whitened together, (iterations, slices, rows of a slice); None: none are."""
+        return None
 
     def check_device(self, config: Config, device: torch.device) -> None:
         """Raise InputError if the method does not support these settings on this device. Called before any file is read."""

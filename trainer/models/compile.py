@@ -32,8 +32,11 @@ def compile_networks(
 
     on_gpu = device.type == "cuda"
     mode = _INDUCTOR_MODES[config.autotune and on_gpu, config.cuda_graphs and on_gpu]
-    # Both settings are global to the process, because torch has no option for a single model.
+    # These settings are global to the process, because torch has no option for a single model.
     torch._functorch.config.activation_memory_budget = config.model.activation_memory_budget
     torch._inductor.config.compile_threads = own_cores()  # the default is up to 32 processes for each rank
+    # Without timing, the same kernels are chosen in each process. Older versions of torch lack this option.
+    if hasattr(torch._inductor.config, "deterministic"):
+        torch._inductor.config.deterministic = config.deterministic
     options = {"mode": mode} if backend == "inductor" else {}
     networks.compile(fullgraph=True, dynamic=False, backend=backend, **options)

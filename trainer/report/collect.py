@@ -17,6 +17,7 @@ from trainer.config.evaluation import PROTOCOLS
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 from trainer.errors import InputError
+from trainer.run.starts import read_starts
 
 _SOURCE = re.compile(r"^( *)(\w+):(.*?)(?:  # (.*))?$")  # a line of config.yaml: indent, name, value, source
 _COMMIT = re.compile(r"commit (\S+), torch (\S+), device (.+)$")  # in log.txt, once for each start
@@ -100,6 +101,8 @@ class Run:
     problems: list[str] = field(default_factory=list)
     certificate: dict[str, Any] = field(default_factory=dict)
     """certificate.json, which `wmse verify` wrote; empty if it is missing."""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """starts.jsonl; empty for a run of an older version."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -121,8 +124,8 @@ def collect_run(folder: Path, name: str, status: dict[str, Any]) -> Run:
     """Read the files of a run. status: its row of `describe_runs`."""
     problems = list(status["problems"])
     state = read_json(folder / "state.json", [])  # `describe_runs` has listed its problems
-    config, sources = _read_config(folder / "config.yaml", problems)
-    lines = _read_lines(folder / "metrics.jsonl", problems)
+    config, sources = read_config(folder / "config.yaml", problems)
+    lines = read_lines(folder / "metrics.jsonl", problems)
     # The epoch of a line is rounded, so the last line gives the most exact number of steps in an epoch.
     last = lines[-1] if lines else state
     step = number(last, "step")
@@ -137,13 +140,14 @@ def collect_run(folder: Path, name: str, status: dict[str, Any]) -> Run:
         sources=sources,
         lines=lines,
         results=read_results(folder / "eval", steps_per_epoch, problems),
-        log=_read_log(folder / "log.txt", problems),
+        log=read_log(folder / "log.txt", problems),
         certificate=read_json(folder / "certificate.json", problems),
+        starts=read_starts(folder),
         problems=problems,
     )
 
 
-def _read_config(path: Path, problems: list[str]) -> tuple[Config | None, dict[str, str]]:
+def read_config(path: Path, problems: list[str]) -> tuple[Config | None, dict[str, str]]:
     """Read the settings, and the source of each setting, which stands in a comment behind its value."""
     try:
         config = load_config(path, [])
@@ -187,7 +191,7 @@ def _read_bytes(path: Path, problems: list[str], last: int | None = None) -> byt
         return b""
 
 
-def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+def read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl. The last one is damaged if the run is writing it."""
     found = []
     num_damaged = 0
@@ -267,7 +271,7 @@ def _order(result: Result) -> tuple[Any, ...]:
     return is_baseline, step, result.checkpoint, place, result.file
 
 
-def _read_log(path: Path, problems: list[str]) -> dict[str, str]:
+def read_log(path: Path, problems: list[str]) -> dict[str, str]:
     """Return commit, torch and device of the last start that log.txt names."""
     content = _read_bytes(path, problems, last=_LOG_BYTES).decode(errors="backslashreplace")
     # A resumed run has one such line for each start, and the last start is the one that matters.

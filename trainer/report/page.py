@@ -171,6 +171,7 @@ def _head(run: Run) -> dict[str, str]:
         "Commit of the training": run.log.get("commit", "unknown"),
         "Commit of the evaluation": text(about, "commit") or "none yet",
         "PyTorch": run.log.get("torch", "unknown"),
+        "Other versions": _other_versions(run),
     }
 
 
@@ -182,6 +183,14 @@ def _verified(run: Run) -> str:
         return ""
     date = text(found, "date") or "an unknown date"
     return f"{passed:.0f} checks passed, {failed:.0f} failed, {skipped:.0f} skipped, on {date}"
+
+
+def _other_versions(run: Run) -> str:
+    """Return the versions of the last start besides torch's."""
+    versions = run.starts[-1].get("versions") if run.starts else None
+    if not isinstance(versions, dict):
+        return "unknown"
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch")
 
 
 def _progress(run: Run) -> dict[str, str]:

@@ -11,6 +11,7 @@ A file is a dict that `torch.load(weights_only=True)` reads:
     class_names     names of its classes, empty without classes; missing in older files
     world_size      number of ranks
     metric_sums     sums since the last logged line
+    digests         of all rows and of all logged means so far, see `digests`; missing in older files
     loss_scale      state of the fp16 loss scale, else None
     online_probe    state of the online probe, else None
     sha256          digest of all the other entries, see `content_digest`

@@ -1,4 +1,4 @@
-"""Run folder: config.yaml, checkpoints/, metrics.jsonl, tensorboard/, eval/, quarantine.jsonl, state.json, log.txt, ..."""
+"""Run folder: config.yaml, checkpoints/, metrics.jsonl, tensorboard/, eval/, state.json, log.txt and others (`_FILES`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.errors import InputError
 _log = logging.getLogger(__name__)
 _LOG_BYTES = 32 << 20  # size at which log.txt is renamed to log.txt.1
 _FILES = (".lock", "log.txt", "log.txt.1", "metrics.jsonl", "config.yaml", "state.json", "quarantine.jsonl", "images.index",
-          "launch.json", "stop", "certificate.json")  # fmt: skip
+          "launch.json", "starts.jsonl", "stop", "certificate.json", "trackers.json")  # fmt: skip
 _FOLDERS = ("checkpoints", "tensorboard", "eval")
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
 _FORMAT = "%(asctime)s %(levelname).1s {rank}%(message)s"

@@ -13,6 +13,14 @@ import torch
 
 from trainer.run.commit import first_line, git_commit
 
+_PACKAGES = {
+    "triton": "triton",
+    "dali": "nvidia-dali-cuda120",
+    "timm": "timm",
+    "torchvision": "torchvision",
+    "numpy": "numpy",
+}
+
 
 def device_name(device: torch.device) -> str:
     """Return the model name of the GPU or of the processor."""
@@ -27,11 +35,12 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of Python, torch and Triton (if installed), on a GPU also of torch's CUDA and the driver."""
+    """Return the versions of Python, torch and packages that may change a result, on a GPU also of CUDA and the driver."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    # Builds of torch for the CPU come without Triton.
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        found["triton"] = metadata.version("triton")
+    for name, package in _PACKAGES.items():
+        # Builds of torch for the CPU come without Triton, and other machines without DALI.
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(package)
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
         driver = first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])

@@ -17,6 +17,7 @@ from trainer.distributed.process_group import agree
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.metrics import MetricSums
+from trainer.run import digests
 from trainer.run.checkpoint import FORMAT, load_newest, plain_names
 from trainer.run.checkpoint_check import first_difference, wanted_moments
 from trainer.run.saver import Saver
@@ -29,7 +30,7 @@ _LOOK_SECONDS = 5.0  # NFS caches directories for up to a minute
 
 def save(run: Run, saver: Saver, step: int, sums: MetricSums) -> None:
     """Start to write the checkpoint after `step` updates. Every rank calls this, rank 0 writes."""
-    metric_sums = sums.state(run.ranks)  # a collective
+    metric_sums, rows = sums.state_and_rows(run.ranks)  # a collective
     if not run.ranks.is_first:
         return
     grad_scaler = run.step.grad_scaler
@@ -43,6 +44,7 @@ def save(run: Run, saver: Saver, step: int, sums: MetricSums) -> None:
         "class_names": run.index.class_names,
         "world_size": run.ranks.world_size,
         "metric_sums": metric_sums,
+        "digests": sums.digests.content(rows),
         "loss_scale": grad_scaler.state() if grad_scaler else None,
         "online_probe": run.step.online_probe.state() if run.step.online_probe else None,
     }
@@ -106,6 +108,8 @@ def _check_usable(run: Run, sums: MetricSums, content: dict[str, Any]) -> None:
         "data": {"fingerprint": str, "images": int},
         "metric_sums": sums.state(Ranks()),
     }
+    if "digests" in content:  # an older program wrote none
+        wanted["digests"] = digests.WANTED
     found = {key: content[key] for key in wanted if key in content}
     difference = first_difference(found, wanted, "checkpoint")
     if difference:
@@ -160,6 +164,9 @@ def _restore(run: Run, content: dict[str, Any], sums: MetricSums) -> int:
     moments = content["optimizer"]["state"]
     run.step.optimizer.load_state_dict({"state": moments, "param_groups": options})
     sums.load(content["metric_sums"])
+    sums.digests.load(content.get("digests"), step, is_first=run.ranks.is_first)
+    if "digests" not in content:
+        _log.warning("the checkpoint of step %d has no digests of rows and losses: they start anew", step)
     loss_scale = content.get("loss_scale")
     if run.step.grad_scaler and loss_scale:
         run.step.grad_scaler.load(loss_scale)

@@ -11,6 +11,9 @@ from trainer.methods.settings import WholeBatchSettings
 from trainer.methods.wmse.settings import slice_problems
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from trainer.config.schema import Config
     from trainer.methods.method import Method
 
@@ -50,6 +53,15 @@ class SimCLRSettings(WholeBatchSettings):
                 f"whitening: {slices} slices of {self.slice_size} x {config.model.embedding_size} in each step"
             )
         return lines
+
+    def slices(self, config: Config, step: int) -> NDArray[np.int64] | None:
+        """Return the rows of each slice: neighbouring images."""
+        from trainer.data.plan import slice_permutations
+
+        if not self.whiten:
+            return None
+        images = config.data.images_per_step
+        return slice_permutations(config.seed, step, images, 1, images).reshape(1, -1, self.slice_size)
 
     def method_class(self) -> Callable[..., Method]:
         """Import and return `SimCLR`."""

@@ -12,7 +12,9 @@ from trainer.errors import InputError
 from trainer.methods.settings import MethodSettings
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from trainer.config.schema import Config
     from trainer.methods.method import Method
@@ -100,6 +102,14 @@ class WMSESettings(MethodSettings):
         slices = slices_of_view * config.views.num_views * self.iterations
         sizes = f"{slices} slices of {self.slice_size} x {config.model.embedding_size} in each step"
         return [f"whitening ({self.whitening}): {sizes}" if self.whitening != "cholesky" else f"whitening: {sizes}"]
+
+    def slices(self, config: Config, step: int) -> NDArray[np.int64]:
+        """Return the rows of each slice in each iteration."""
+        from trainer.data.plan import slice_permutations
+
+        images = config.data.images_per_step
+        orders = slice_permutations(config.seed, step, images, self.iterations, self.permutation_block)
+        return orders.reshape(self.iterations, -1, self.slice_size)
 
     def check_device(self, config: Config, device: torch.device) -> None:
         """Raise InputError if the whitening backend does not support these settings on this device."""

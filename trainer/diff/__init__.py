@@ -1,0 +1,1 @@
+"""`wmse diff`: where two runs part, and why."""

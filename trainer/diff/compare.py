@@ -1,0 +1,312 @@
+"""Compare two runs: settings, versions, images, logged lines, rows and weights, and say where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config.changes import plain_settings
+from trainer.config.schema import METHODS, Config
+from trainer.config.setting import all_settings, shapes_result
+from trainer.diff.rows import RowDifference, RowsOfRun, first_row_difference
+from trainer.diff.sides import Side
+from trainer.diff.weights import WeightsResult, compare_checkpoints
+from trainer.run.digests import training_values
+
+_SHOWN = 10  # lines of one kind that the text shows
+
+
+@dataclass
+class Comparison:
+    """What `compare_runs` found."""
+
+    settings: list[dict[str, Any]]
+    """Settings that differ: key, a, b, changes_result."""
+    environment: list[dict[str, Any]]
+    """Commit, hardware and versions that differ: key, a, b, each as a list of [first step, value]."""
+    data: dict[str, Any] | None
+    """Fingerprint and number of images of both runs, if they differ."""
+    metrics: dict[str, dict[str, Any]]
+    """By name, the first logged step at which a value differs, with both values."""
+    equal_lines: list[int]
+    """Steps with the same line in both runs, before any line that differs."""
+    weights: WeightsResult
+    row: RowDifference | None = None
+    notes: list[str] = field(default_factory=list)
+    """What could not be compared, and other remarks."""
+
+    @property
+    def parts_at(self) -> int | None:
+        """Step at which the first difference was seen, in number of updates; None: no difference."""
+        seen = [entry["step"] for entry in self.metrics.values()]
+        if self.weights.different is not None:
+            seen.append(self.weights.different)
+        return min(seen) if seen else None
+
+    @property
+    def identical_to(self) -> int:
+        """The last step at which lines or checkpoints are known to be identical, and nothing differed before; 0: none."""
+        known = [*self.equal_lines, *self.weights.same]
+        end = self.parts_at
+        return max([step for step in known if end is None or step < end], default=0)
+
+    @property
+    def nothing_compared(self) -> bool:
+        """Whether the runs have neither a logged step nor a checkpoint in common."""
+        return self.parts_at is None and self.identical_to == 0
+
+    @property
+    def is_different(self) -> bool:
+        """Whether the runs differ in a result, in the images or in a setting that changes the result."""
+        return self.parts_at is not None or self.data is not None or bool(self._result_settings())
+
+    def _result_settings(self) -> list[str]:
+        return [entry["key"] for entry in self.settings if entry["changes_result"]]
+
+    def _joined(self) -> str:
+        """Join cause and effect: "so" only if the cause decides which rows are shown, and they differ."""
+        decides_rows = (
+            self.data is not None or bool(self._result_settings()) or (self.row is not None and self.row.skipped)
+        )
+        joint = "so" if self.row is not None and decides_rows else "and"
+        return f"{self._cause()}, {joint} {self._effect()}"
+
+    def _cause(self) -> str:
+        """Name the differences that may be the cause: the first kind that there is."""
+        if self.row is not None and self.row.skipped:
+            return f"only {self.row.skipped['run']} skipped image {self.row.skipped['id']}"
+        kinds = [self._result_settings(), ["the set of training images"] if self.data else []]
+        kinds.append([entry["key"] for entry in self.environment])
+        kinds.append([entry["key"] for entry in self.settings])
+        for names in kinds:
+            if names:
+                more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+                return f"{', '.join(names[:3])}{more} {'differ' if len(names) > 1 else 'differs'}"
+        return "no setting, version or training image differs"
+
+    def _effect(self) -> str:
+        """Say what the first difference looks like."""
+        if self.row is not None:
+            shown = f"image {self.row.a} instead of {self.row.b}"
+            if self.row.view is not None:
+                shown = f"view {self.row.view} with {self.row.value} {self.row.a} instead of {self.row.b}"
+            return f"the plan's row {self.row.row} of step {self.row.step} shows {shown}"
+        at_part = {name: entry for name, entry in self.metrics.items() if entry["step"] == self.parts_at}
+        for name, entry in at_part.items():
+            if name != "rows_digest":
+                return f"{name} is {entry['a']} instead of {entry['b']}"
+        if self.weights.different == self.parts_at and self.weights.tensors:
+            return f"the checkpoint of step {self.parts_at} differs first in {self.weights.tensors[0].name}"
+        return "the rows differ"
+
+    def verdict(self) -> str:
+        """Say in one sentence or two where the runs part."""
+        step = self.identical_to
+        if self.nothing_compared:
+            cause = f": {self._cause()}" if self.is_different else ""
+            return f"The runs have no logged step and no checkpoint in common, so no result can be compared{cause}."
+        if self.parts_at is None:
+            cause = f", though {self._cause()}" if self.is_different else ""
+            return f"The runs are identical up to step {step}, the last one that can be compared{cause}."
+        begin = f"The runs are identical up to step {step}. " if step else ""
+        # A mean of one step names the step; one of several steps only names their range.
+        between = (
+            f"at step {self.parts_at}" if step + 1 == self.parts_at else f"between steps {step + 1} and {self.parts_at}"
+        )
+        return f"{begin}They part {between}: {self._joined()}."
+
+
+def compare_runs(a: Side, b: Side) -> Comparison:
+    """Compare all that the files of two runs tell."""
+    metrics, equal_lines, equal_rows, notes = _compare_lines(a, b)
+    found = Comparison(
+        settings=_different_settings(a.config, b.config),
+        environment=_different_environment(a, b),
+        data=_different_data(a, b),
+        metrics=metrics,
+        equal_lines=equal_lines,
+        weights=compare_checkpoints(a.checkpoints, b.checkpoints),
+        notes=notes,
+    )
+    if metrics:
+        # Without digests, any difference may come from the rows.
+        end = metrics["rows_digest"]["step"] if "rows_digest" in metrics else found.parts_at
+        has_digests = _comparable_digests(a, b)
+        if end is not None and ("rows_digest" in metrics or not has_digests):
+            last_equal = max(equal_lines, default=0)
+            _compare_rows(a, b, equal_rows if has_digests else last_equal, end, found)
+    found.notes += [f"{side.name}: {problem}" for side in (a, b) for problem in side.problems]
+    return found
+
+
+def _different_settings(a: Config, b: Config) -> list[dict[str, Any]]:
+    """List the settings that differ, those that change the result first. The run folder always differs."""
+    ours = plain_settings(a)
+    theirs = plain_settings(b)
+    found = []
+    for key, declared, _ in all_settings(a):
+        if key == "run_dir" or ours[key] == theirs[key]:
+            continue
+        section = key.partition(".")[0]
+        is_used = section not in METHODS or section in (a.method, b.method)
+        # A resumed run may change init_from, because only the first start reads it. Two runs begin with other weights by it.
+        changes = (shapes_result(declared) or key == "init_from") and is_used
+        found.append({"key": key, "a": ours[key], "b": theirs[key], "changes_result": changes})
+    return sorted(found, key=lambda entry: not entry["changes_result"])
+
+
+def _different_environment(a: Side, b: Side) -> list[dict[str, Any]]:
+    ours = a.environment()
+    theirs = b.environment()
+    found = []
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        # The steps of restarts do not matter, only the values.
+        before = [value for _, value in ours.get(key, [])]
+        now = [value for _, value in theirs.get(key, [])]
+        if before != now:
+            found.append({"key": key, "a": ours.get(key, []), "b": theirs.get(key, [])})
+    return found
+
+
+def _different_data(a: Side, b: Side) -> dict[str, Any] | None:
+    if not a.data or not b.data or a.data["fingerprint"] == b.data["fingerprint"]:
+        return None
+    return {"a": a.data, "b": b.data}
+
+
+def _comparable_digests(a: Side, b: Side) -> bool:
+    """Return whether both runs have digests, which began at the same step."""
+    has_digests = all(any("rows_digest" in line for line in side.lines) for side in (a, b))
+    return has_digests and a.digests_since == b.digests_since
+
+
+def _compare_lines(a: Side, b: Side) -> tuple[dict[str, dict[str, Any]], list[int], int, list[str]]:
+    """Return the first difference of each value, the steps of equal lines, the last line of equal rows, and notes."""
+    notes = []
+    digests = _comparable_digests(a, b)
+    if not digests:
+        notes.append("rows_digest is not compared, because a run has none or its digests began at another step")
+    ours = dict(_with_line_before(a.lines))
+    theirs = dict(_with_line_before(b.lines))
+    metrics: dict[str, dict[str, Any]] = {}
+    equal_lines = []
+    equal_rows = 0
+    has_other_intervals = False
+    for step in sorted(ours.keys() & theirs.keys()):
+        before_a, line_a = ours[step]
+        before_b, line_b = theirs[step]
+        values_a = training_values(line_a)
+        values_b = training_values(line_b)
+        names = [name for name in values_a if name in values_b and (digests or name != "rows_digest")]
+        # Means over other intervals differ in equal runs.
+        if before_a != before_b:
+            has_other_intervals = True
+            names = [name for name in names if name in ("rows_digest", "lr")]
+        different = [name for name in names if values_a[name] != values_b[name]]
+        for name in sorted(different, key=lambda name: (name != "rows_digest", name != "loss")):
+            metrics.setdefault(name, {"step": step, "a": values_a[name], "b": values_b[name]})
+        if not metrics and before_a == before_b:
+            equal_lines.append(step)
+        if "rows_digest" in names and "rows_digest" not in metrics:
+            equal_rows = step
+    if has_other_intervals:
+        notes.append(
+            "some lines are means over other steps (log.every_steps), so only rows and learning rate are compared"
+        )
+    return metrics, equal_lines, equal_rows, notes
+
+
+def _with_line_before(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
+    """Yield (step, (step of the line before, line)) of each line."""
+    before = 0
+    for line in lines:
+        yield line["step"], (before, line)
+        before = line["step"]
+
+
+def _compare_rows(a: Side, b: Side, first: int, end: int, found: Comparison) -> None:
+    """Draw the rows of the steps first <= step < end again, and note where they differ."""
+    for key in ("data.images_per_step", "views.num_views"):
+        if any(entry["key"] == key for entry in found.settings):
+            found.notes.append(f"rows are not compared one by one, because {key} differs")
+            return
+    sides = (a, b)
+    if not all(RowsOfRun.knows_images(side) for side in sides):
+        found.notes.append("rows are not compared one by one, because the number of training images is unknown")
+        return
+    found.row = first_row_difference(a, b, first, end)
+    # The digests tell whether a run really trained on the rows that its settings give.
+    for side in sides:
+        lines = {line["step"]: line.get("rows_digest") for line in side.lines}
+        at_first = "0" if first == 0 else lines.get(first)
+        at_end = lines.get(end)
+        expected = RowsOfRun(side).digest(first, end)
+        if at_first is None or at_end is None or expected is None or side.digests_since > first:
+            continue
+        if (int(at_end, 16) - int(at_first, 16)) % 2**64 != expected:
+            found.notes.append(
+                f"{side.name} did not train on the rows that its files give for steps {first} to {end - 1}: its settings, its "
+                "images, quarantine.jsonl or the program were others then"
+            )
+
+
+def describe(a: Side, b: Side, found: Comparison) -> Iterator[str]:
+    """Yield the comparison as text."""
+    yield f"A: {a.folder}"
+    yield f"B: {b.folder}"
+    yield from _listed("settings", [_setting_line(entry) for entry in found.settings])
+    yield from _listed("versions, commit and hardware", [_environment_line(entry) for entry in found.environment])
+    if found.data:
+        parts = [f"{name.upper()} {data['images']} images ({data['fingerprint']})" for name, data in found.data.items()]
+        yield from _listed("training images", [", ".join(parts)])
+    else:
+        yield "training images: the same" if a.data and b.data else "training images: unknown"
+    yield from _listed("logged values, first difference", [_metric_line(*item) for item in found.metrics.items()])
+    if found.row:
+        yield f"rows: {found.row.describe()} (`wmse plan --step {found.row.step}` shows all its choices)"
+    weights = found.weights
+    if not weights.common:
+        yield "checkpoints: none in common"
+    else:
+        same = (
+            f"bit-identical at step {weights.identical}" if weights.identical is not None else "none is bit-identical"
+        )
+        yield f"checkpoints in common: steps {', '.join(map(str, weights.common))}; the last one that is the same: {same}"
+    if weights.different is not None:
+        yield from _listed(f"tensors of step {weights.different}", [tensor.describe() for tensor in weights.tensors])
+    for note in found.notes:
+        yield f"note: {note}"
+    yield found.verdict()
+
+
+def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if not lines:
+        yield f"{title}: no difference"
+        return
+    yield f"{title}: {len(lines)} {'difference' if len(lines) == 1 else 'differences'}"
+    for line in lines[:_SHOWN]:
+        yield f"  {line}"
+    if len(lines) > _SHOWN:
+        yield f"  ... and {len(lines) - _SHOWN} more (--json lists all)"
+
+
+def _setting_line(entry: dict[str, Any]) -> str:
+    mark = "" if entry["changes_result"] else "  (cannot change the result, at most its rounding)"
+    return f"{entry['key']}: {entry['a']} -> {entry['b']}{mark}"
+
+
+def _environment_line(entry: dict[str, Any]) -> str:
+    return f"{entry['key']}: {_history(entry['a'])} -> {_history(entry['b'])}"
+
+
+def _history(values: Sequence[tuple[int, Any]]) -> str:
+    """Return the values of all starts, with the steps at which they changed."""
+    if not values:
+        return "unknown"
+    texts = [str(values[0][1]), *(f"from step {step} on {value}" for step, value in values[1:])]
+    return ", ".join(texts)
+
+
+def _metric_line(name: str, entry: dict[str, Any]) -> str:
+    return f"{name}: at step {entry['step']}, {entry['a']} -> {entry['b']}"
