@@ -40,6 +40,7 @@ from trainer.run.signals import GO_ON, PREEMPT, STOP, StopRequest
 from trainer.run.starts import note_start, read_starts, rounding_changes
 from trainer.run.state import RunState, note_lost_rank_0, wait_for_end
 from trainer.run.tensorboard import Board
+from trainer.run.trackers import Tracker, open_trackers
 from trainer.run.watchdog import Watchdog
 from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, build_fault_counter, build_loader, set_up
@@ -296,11 +297,13 @@ def _writer(
     _log.info("start %d of this run%s, at step %d of %d", state.starts, job, first_step, run.schedule.total_steps)
     save_config(run.config, run.run_dir / "config.yaml", run.sources)
     attach_certificate(run.run_dir, run.device)
-    board = Board(run.run_dir, first_step, run.config) if run.config.log.tensorboard else None
+    boards: list[Board | Tracker] = [*open_trackers(run.run_dir, run.config)]
+    if run.config.log.tensorboard:
+        boards.append(Board(run.run_dir, first_step, run.config))
     epochs = run.config.optimizer.epochs
     rounding = _note_start(run, first_step, digests)
     writer = MetricsWriter(
-        run.run_dir, first_step, run.end_step, epochs, run.step.method, run.step.metrics, board, digests, rounding
+        run.run_dir, first_step, run.end_step, epochs, run.step.method, run.step.metrics, boards, digests, rounding
     )
     return closing(writer)
 

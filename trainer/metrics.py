@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,7 @@ from trainer.run.digests import Digests, join_halves
 from trainer.run.faults import CollapseWatch
 from trainer.run.repeated import RepeatedSteps
 from trainer.run.tensorboard import Board
+from trainer.run.trackers import Tracker
 from trainer.step import RankFlags, StepResult
 
 _log = logging.getLogger(__name__)
@@ -254,13 +255,14 @@ class MetricsWriter:
         epochs: int,
         method: Method | None = None,
         metrics: Mapping[str, Metric] = MappingProxyType({}),
-        board: Board | None = None,
+        boards: Sequence[Board | Tracker] = (),
         digests: Digests | None = None,
         rounding: str = "",
     ) -> None:
         """epochs: length of the whole run. method: gives health warnings. metrics: besides the common ones.
 
-        board: None: no TensorBoard. digests: those of the run, whose chain of losses the writer continues. rounding: as for
+        boards: draw curves of the lines.
+        digests: those of the run, whose chain of losses the writer continues. rounding: as for
         `RepeatedSteps`."""
         self._path = run_dir / "metrics.jsonl"
         last_line, dropped = _drop_lines_after(self._path, first_step)
@@ -272,7 +274,7 @@ class MetricsWriter:
         self._repeated = RepeatedSteps(dropped, first_step, last_line, rounding)
         self._file = self._path.open("ab", buffering=0)
         self._unwritten = b""  # lines that could not be written, for example because the disk is full
-        self._board = board
+        self._boards = boards
         self._has_views = False
         self._bar = RunBar(first_step, end_step)
         self._collapse = CollapseWatch()
@@ -285,8 +287,9 @@ class MetricsWriter:
     def show_step(self, step: int, views: Tensor) -> None:
         """Move the progress bar, and draw the first views of this start. views: (d*N, 3, S, S) uint8."""
         self._bar.move(step)
-        if self._board and not self._has_views:
-            self._board.draw_views(views, step)
+        if not self._has_views:
+            for board in self._boards:
+                board.draw_views(views, step)
             self._has_views = True
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -302,8 +305,8 @@ class MetricsWriter:
         values["loss_digest"] = self._digests.chain({name: record[name] for name in ("step", "loss", *self._of_method)})
         self._repeated.compare(values)
         self._append(json.dumps(values) + "\n")
-        if self._board:
-            self._board.draw(values, self._metrics)
+        for board in self._boards:
+            board.draw(values, self._metrics)
         line = describe_line(values, self._metrics, self._end_step, self._epochs)
         _log.info("%s", line)
         text = f"loss {record['loss']:.3f}  {record['images_per_s']:.4g} img/s"
@@ -330,8 +333,8 @@ class MetricsWriter:
         """Stop the bar and close the files."""
         self._bar.close()
         self._repeated.close()
-        if self._board:
-            self._board.close()
+        for board in self._boards:
+            board.close()
         self._file.close()
 
 

@@ -199,7 +199,7 @@ def test_tensorboard_has_each_step_once_after_ten_starts(tmp_path: Path, monkeyp
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for first in range(0, 20, 2):
         writer = MetricsWriter(
-            tmp_path, first, 30, 4, OnlyMetrics(), OnlyMetrics.metrics, Board(tmp_path, first, Config())
+            tmp_path, first, 30, 4, OnlyMetrics(), OnlyMetrics.metrics, [Board(tmp_path, first, Config())]
         )
         for step in range(first + 1, first + 5):
             writer.write(line(step, float(step)))
@@ -233,7 +233,7 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
 
     config = Config()
     views = torch.arange(4 * 3 * 3 * 8 * 8).remainder(256).to(torch.uint8).view(12, 3, 8, 8)  # 4 views of 3 images
-    writer = MetricsWriter(tmp_path, 0, 30, 4, OnlyMetrics(), OnlyMetrics.metrics, Board(tmp_path, 0, config))
+    writer = MetricsWriter(tmp_path, 0, 30, 4, OnlyMetrics(), OnlyMetrics.metrics, [Board(tmp_path, 0, config)])
     for step in (1, 2):
         writer.show_step(step, views)
         writer.write(line(step, float("nan")))

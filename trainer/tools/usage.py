@@ -74,6 +74,13 @@ USAGE = {
         )
     ),
     "preview": Usage((_DEMO, f"{_DEMO} --images 4 --out views.png", "--config cifar10_rn18_byol_1000ep --data DIR")),
+    "plan": Usage(
+        (
+            f"{_DEMO} --step 100",
+            f"{_DEMO} --step 100 --rank 1 --ranks 2 --rows 0:4",
+            "--config imagenet_rn50_wmse4_100ep --images 1281167 --step 0 --json",
+        )
+    ),
     "probe": Usage(
         ("--run_dir runs/mine", "--run_dir runs/mine --checkpoint random", "--follow runs/mine"), _EVALUATION, False
     ),
