@@ -38,7 +38,9 @@ def _main(words: Words | None) -> int:
         print(_overview())
         return DONE if words else BAD_INPUT
     if words[0] == "--version":
-        print(f"wmse {trainer.__version__}")
+        from trainer.run.machine import describe_program
+
+        print(describe_program(trainer.__version__))
         return DONE
     # At exit, Python would search all objects of torch for garbage. That takes a second or two and frees nothing in time.
     atexit.register(gc.freeze)

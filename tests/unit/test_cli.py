@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import kernels
 from trainer import __version__
@@ -20,7 +22,11 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert all(shown.count(f"  {name} ") == 2 for name in COMMANDS)
     assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"wmse {__version__}, commit ")
+    assert f"torch {torch.__version__}" in shown
+    assert f"dali {metadata.version('nvidia-dali-cuda120')}" in shown
+    assert "whitening kernels: reference, torch" in shown
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

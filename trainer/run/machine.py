@@ -57,3 +57,18 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": versions(device),
         "commit": git_commit(),
     }
+
+
+def describe_program(program_version: str) -> str:
+    """Describe the program, its packages, this machine and the kernels in some lines, for `wmse --version`."""
+    from kernels.backends import backends_for  # the evaluator imports this module and needs no kernels
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packages = ", ".join(f"{name} {version}" for name, version in versions(device).items())
+    kernels = ", ".join(backends_for(device))
+    return (
+        f"wmse {program_version}, commit {git_commit() or 'unknown'}\n"
+        f"packages: {packages}\n"
+        f"device: {device_name(device)}\n"
+        f"whitening kernels: {kernels}"
+    )
