@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +27,13 @@ import torch
 from tests.conftest import TINY, write_images
 from tests.faults import Faults, start
 from tests.integration.run_files import checkpoint, metrics
+from trainer.drill.table import Row, lost_updates, table
 from trainer.files import write_text
 from trainer.run.machine import provenance
 
 MARK = "<!-- soak -->"
 STEPS = 9  # of a run with TINY
 Arguments = list[str | Path]
-
-
-@dataclass
-class Row:
-    """Results of one kind of fault over all tries."""
-
-    fault: str
-    injected: str
-    expected: str
-    tries: int = 0
-    strikes: int = 0
-    """Number of injected faults."""
-    updates_lost: list[int] = field(default_factory=list)
-    """For each fault, the number of updates that no checkpoint held."""
-    wrong: list[str] = field(default_factory=list)
-    """Descriptions of the results that were not as expected."""
 
 
 class Soak:
@@ -92,18 +77,9 @@ class Soak:
                     row.wrong.append(f"exit code {code}: {process.output()[-300:]}")
                 return
             row.strikes += 1
-            row.updates_lost.append(_lost(run_dir))
+            row.updates_lost.append(lost_updates(run_dir))
             if code not in codes:
                 row.wrong.append(f"exit code {code}, not {codes}: {process.output()[-300:]}")
-
-
-def _lost(run_dir: Path) -> int:
-    """Return the number of logged steps beyond the newest checkpoint."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    logged = [json.loads(line)["step"] for line in lines if line.endswith("}")]
-    saved = [int(path.stem.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*.pt")]
-    return max([0, *logged]) - max([0, *saved])
 
 
 def compare(row: Row, run_dir: Path, whole: Path, *, exact: bool) -> None:
@@ -134,7 +110,7 @@ def random_kill(soak: Soak, row: Row) -> None:
             code = process.wait(seconds)
         except TimeoutError:  # `wait` has killed the process
             row.strikes += 1
-            row.updates_lost.append(_lost(run_dir))
+            row.updates_lost.append(lost_updates(run_dir))
             continue
         if code:
             row.wrong.append(f"exit code {code}: {process.output()[-300:]}")
@@ -172,7 +148,7 @@ def changing_ranks(soak: Soak, row: Row) -> None:
     soak._finish([*arguments, "--max_steps", "3"])
     codes = [p.wait(120) for p in start(arguments, soak.folder, Faults(on_rank=1, kill_at_step=step), ranks=2)]
     row.strikes += 1
-    row.updates_lost.append(_lost(run_dir))
+    row.updates_lost.append(lost_updates(run_dir))
     if codes != [1, -signal.SIGKILL]:
         row.wrong.append(f"exit codes {codes}")
     soak._finish([*arguments, "--max_steps", "8"], ranks=2)
@@ -217,7 +193,7 @@ def _whole_and_killed(soak: Soak, row: Row, faults: Faults, step: int) -> tuple[
         if process.wait(120) != code:
             row.wrong.append(f"{where.name}: {process.output()[-300:]}")
         if code:
-            row.updates_lost.append(_lost(where))
+            row.updates_lost.append(lost_updates(where))
     row.strikes += 1
     return whole, run_dir
 
@@ -255,7 +231,7 @@ def hanging_rank(soak: Soak, row: Row) -> None:
     if frozen:
         second.kill()
     row.strikes += 1
-    row.updates_lost.append(_lost(run_dir))
+    row.updates_lost.append(lost_updates(run_dir))
     ended = code == 1 and (frozen or second.wait(30) == 1)
     if not ended or time.monotonic() - began > 45:
         row.wrong.append(f"{run_dir.name}: exit code {code} after {time.monotonic() - began:.0f} s")
@@ -316,28 +292,14 @@ def main() -> int:
             if time.monotonic() - began > 60 * options.minutes:
                 break
     rows = [asdict(row) for _, row in SCENARIOS]
-    result = {"seed": options.seed, "seconds": round(time.monotonic() - began), "rows": rows}
-    print(table(result))
+    result: dict[str, Any] = {"seed": options.seed, "seconds": round(time.monotonic() - began), "rows": rows}
+    print(table(result["rows"]))
     if options.out:
         write_text(options.out, json.dumps(result | provenance(torch.device("cpu")), indent=1) + "\n")
     if options.docs:
         before, _, rest = options.docs.read_text().partition(MARK)
-        write_text(options.docs, f"{before}{MARK}\n{table(result)}\n{MARK}{rest.partition(MARK)[2]}")
+        write_text(options.docs, f"{before}{MARK}\n{table(result['rows'])}\n{MARK}{rest.partition(MARK)[2]}")
     return int(any(row["wrong"] for row in rows))
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return the result as a Markdown table."""
-    lines = [
-        "| fault | how injected | tries | strikes | updates made again, mean (most) | should | did not |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        lost = row["updates_lost"]
-        again = f"{sum(lost) / len(lost):.1f} ({max(lost)})" if lost else "none"
-        cells = (row["fault"], row["injected"], row["tries"], row["strikes"], again, row["expected"], len(row["wrong"]))
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

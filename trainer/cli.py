@@ -387,6 +387,15 @@ def verify(words: Words) -> int:
     return run_verify(parser.parse_args(words))
 
 
+def drill(words: Words) -> int:
+    """Kill, suspend and preempt a toy run on this machine, damage its files, and show how each run ends."""
+    from trainer.drill.cli import add_drill_arguments, run_drill
+
+    parser = command_parser(drill)
+    add_drill_arguments(parser)
+    return run_drill(parser.parse_args(words))
+
+
 def demo(words: Words) -> int:
     """Train on real images for some minutes, evaluate the encoder, and end with a table and a page of plots."""
     from trainer.tools.demo import add_arguments, run_demo
@@ -417,6 +426,7 @@ COMMANDS: dict[str, Callable[[Words], int]] = {
     "settings": settings,
     "bench": bench,
     "verify": verify,
+    "drill": drill,
     "demo": demo,
     "completion": completion,
 }
