@@ -75,11 +75,13 @@ def _main(words: Words | None) -> int:
 
 
 def _overview() -> str:
-    """List the commands with the first line of their docstrings."""
-    lines = ["usage: wmse COMMAND ...   (see wmse COMMAND --help)", ""]
-    for name, command in COMMANDS.items():
-        summary = (command.__doc__ or "").splitlines()[0]
-        lines.append(f"  {name:<11} {summary}")
+    """List the commands by group, with the first line of their docstrings."""
+    lines = ["usage: wmse COMMAND ...   (see wmse COMMAND --help)"]
+    for title, commands in _GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name, command in commands.items():
+            summary = (command.__doc__ or "").splitlines()[0]
+            lines.append(f"  {name:<11} {summary}")
     return "\n".join(lines)
 
 
@@ -406,27 +408,18 @@ def demo(words: Words) -> int:
     return run_demo(own.run_dir, own.seed, settings)
 
 
-COMMANDS: dict[str, Callable[[Words], int]] = {
-    "pretrain": pretrain,
-    "launch": launch,
-    "sweep": sweep,
-    "stop": stop,
-    "probe": probe,
-    "knn": knn,
-    "evaluate": evaluate,
-    "export": export,
-    "features": features,
-    "status": status,
-    "report": report,
-    "plan": plan,
-    "diff": diff,
-    "prepare": prepare,
-    "check-data": check_data,
-    "preview": preview,
-    "settings": settings,
-    "bench": bench,
-    "verify": verify,
-    "drill": drill,
-    "demo": demo,
-    "completion": completion,
+_GROUPS: dict[str, dict[str, Callable[[Words], int]]] = {
+    "train": {"pretrain": pretrain, "launch": launch, "sweep": sweep, "status": status, "stop": stop},
+    "measure and use the encoder": {
+        "probe": probe,
+        "knn": knn,
+        "evaluate": evaluate,
+        "report": report,
+        "export": export,
+        "features": features,
+    },
+    "prepare and look at images": {"prepare": prepare, "check-data": check_data, "preview": preview},
+    "check and compare": {"verify": verify, "drill": drill, "plan": plan, "diff": diff, "bench": bench},
+    "help": {"demo": demo, "settings": settings, "completion": completion},
 }
+COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
