@@ -16,6 +16,7 @@ from trainer.config.schema import Config
 from trainer.distributed.ranks import Ranks, find_ranks
 from trainer.errors import DONE, FAILED, InputError
 from trainer.files import shipped_folder
+from trainer.run.signals import stop_on_signals
 
 # Settings that change a figure although they change nothing that a finished run has learnt from each image.
 _OF_FIGURES = ("max_steps", "init_from", "data.probe_split", "data.test_split", "views.", "evaluate.precision")
@@ -51,7 +52,9 @@ def run_reproduce(file: Path | None, own: argparse.Namespace, settings: Sequence
 
         return check_progress(config, name)
     _refuse(config, _changes(config, recipe, protocols), "settings")
-    return _reproduce(config, name, recipe, ["--config", str(file), *words])
+    # Outside of the training there is nothing to save: a signal ends the command at once with the code for a new start.
+    with stop_on_signals():
+        return _reproduce(config, name, recipe, ["--config", str(file), *words])
 
 
 def _recipe(file: Path) -> Config:
@@ -122,7 +125,6 @@ def _evaluate(config: Config, found: dict[str, dict[str, Any]], ranks: Ranks) ->
     """Measure the last checkpoint by the protocols that are missing. Returns the exit code."""
     from trainer.cli import main
     from trainer.reproduce.measured import measured
-    from trainer.run.signals import stop_on_signals
     from trainer.sweep.progress import last_checkpoint, protocols_of
     from trainer.sweep.task import changed_words
 
@@ -134,6 +136,5 @@ def _evaluate(config: Config, found: dict[str, dict[str, Any]], ranks: Ranks) ->
     # After a training on several ranks, rank 0 evaluates alone, because ranks meet only once in a process.
     if ranks.world_size > 1:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK=str(ranks.local_rank), LOCAL_WORLD_SIZE="1")
-    # An evaluation has nothing to save, so a signal ends it at once with the code that asks for a new start.
-    with stop_on_signals(), redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr):
         return main(["evaluate", *words, f"--evaluate.protocols={','.join(missing)}"])

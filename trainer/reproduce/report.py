@@ -65,7 +65,7 @@ def write_reproduction(
         "training": _training(run),
         "certificate": summary(run_dir / NAME),
         "judged_on": provenance(choose_device(config, Ranks())),
-        "load_average": round(os.getloadavg()[1], 2),
+        "load_average_5_min": round(os.getloadavg()[1], 2),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     path = run_dir / "reproduction.json"
