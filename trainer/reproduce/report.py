@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.cluster.runs import whole
-from trainer.cluster.status import describe_runs
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 from trainer.distributed.device import choose_device
@@ -47,7 +46,8 @@ def write_reproduction(
 
     found, differences: from `check_data`."""
     run_dir = Path(config.run_dir)
-    run = collect_run(run_dir, run_dir.name, describe_runs([run_dir])[0])
+    # Only the page of `wmse report` shows the row of `wmse status`.
+    run = collect_run(run_dir, run_dir.name, {"problems": []})
     published = published_figures(name)
     figures: dict[str, Content] = {}
     all_differences = [*differences, *_other_training(config, found)]
