@@ -152,6 +152,15 @@ def test_a_changed_copy_of_a_recipe_and_a_run_with_other_settings_are_refused(
     assert "wmse.eps: 0.0 -> 0.5" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("words", [(), ("--check",)])
+def test_a_run_of_another_seed_is_not_judged_as_this_one(
+    words: tuple[str, ...], tiny_config: Path, tiny_set: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(tiny_config, tiny_set, run_dir, "--seed", "4", *words) == 2
+    assert "holds a run of seed 0, not 4: add --seed 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

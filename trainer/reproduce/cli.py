@@ -47,6 +47,7 @@ def run_reproduce(file: Path | None, own: argparse.Namespace, settings: Sequence
     words = [*settings, f"--evaluate.protocols={','.join(protocols)}"]
     config = load_config(file, words)
     check_run_dir_is_set(config.run_dir)
+    _check_seed(config)
     if own.check:
         from trainer.reproduce.curve import check_progress
 
@@ -62,6 +63,14 @@ def _recipe(file: Path) -> Config:
     # A changed copy of a recipe is not the recipe.
     shipped = shipped_folder("configs") / f"{file.stem}.yaml"
     return load_config(shipped if shipped.exists() else find_config(file), [])
+
+
+def _check_seed(config: Config) -> None:
+    """Raise InputError if the run folder holds a run of another seed, whose results would be taken for those of this one."""
+    file = Path(config.run_dir) / "config.yaml"
+    seed = load_config(file, []).seed if file.exists() else config.seed
+    if seed != config.seed:
+        raise InputError(f"{config.run_dir} holds a run of seed {seed}, not {config.seed}: add --seed {seed}")
 
 
 def _changes(config: Config, recipe: Config, protocols: Sequence[str]) -> list[str]:
