@@ -21,7 +21,8 @@ _HEAD = """\
 
 `python -m trainer.reproduce.page > docs/results.md` writes this page from the published figures and from the files in
 `benchmarks/results/reproductions/`, and a test checks that it is current. To add a row, copy `RUN_DIR/reproduction.json`
-of [`wmse reproduce`](reproduce.md) to that folder and write the page again.
+of [`wmse reproduce`](reproduce.md) to that folder and write the page again. A `note` that is added to the file is shown
+at the end of the page.
 
 Figures are top-1 in percent, linear / 5-nn. On ImageNet the first one is `linear` for W-MSE and `linear_sgd` for the
 other methods. The published figures are those of the W-MSE paper, which are single runs or quoted from other papers, except
@@ -72,7 +73,7 @@ def _cells(file: str, content: dict[str, Any]) -> list[str]:
     # The log names the device as "cuda:0 (NAME)". A run of several ranks has as many of them.
     hardware = f"{training['ranks']} x {training['device'].partition(' ')[2].strip('()')}"
     if training["device"].startswith("cpu"):
-        hardware += f", {machine['torch_threads']} thread(s) on {machine['cores']} cores"
+        hardware += f", {machine['cores']} cores, torch threads: {machine['torch_threads']}"
     link = f"[{file}](../benchmarks/results/reproductions/{file})"
     return [f"{_pair(top1)}, seed {content['seed']}", verdict, hardware, _time(training["seconds"]), link]
 

@@ -99,7 +99,7 @@ def _judge(result: Result, published: Published | None) -> Content:
         return figure | {"verdict": NO_FIGURE}
     interval = expected_interval(published, content["test_images"])
     return figure | {
-        "published": published.top1,
+        "published": round(published.top1, 2),
         "source": published.source,
         "interval": [round(limit, 2) for limit in interval],
         "seed_spread": round(published.spread, 3),
@@ -146,10 +146,9 @@ def _print(content: Content) -> None:
         )
     console = Console()
     console.print(table)
-    # Say what the interval rests on, once for each source.
-    for line in dict.fromkeys(map(_basis, content["figures"].values())):
-        if line:
-            console.print(line, soft_wrap=True, markup=False)
+    for figure in content["figures"].values():
+        if "published" in figure:
+            console.print(_basis(figure), soft_wrap=True, markup=False)
     console.print(f"verdict: {content['verdict']}", markup=False)
     if content["differences"]:
         console.print(f"not the published recipe: {'; '.join(content['differences'])}", soft_wrap=True, markup=False)
@@ -157,7 +156,6 @@ def _print(content: Content) -> None:
 
 def _basis(figure: Content) -> str:
     """Say where a published figure comes from, and what its interval assumes."""
-    if "published" not in figure:
-        return ""
     spread = f"a spread over seeds of {figure['seed_spread']:.2f} points ({figure['seed_spread_source']})"
-    return f"published: {figure['source']}. Expected: chance on {figure['test_images']} test images, and {spread}"
+    chance = f"chance on {figure['test_images']} test images"
+    return f"{figure['label']}: published by {figure['source']}; expected with {chance} and {spread}"
