@@ -81,7 +81,7 @@ def reproduction(run_dir: Path) -> dict[str, Any]:
         ({"test_images": 17}, "images of val: 17 -> 16"),
         ({"classes": 3}, "classes of val: 3 -> 2"),
         ({"digests": {"val": "abc"}}, "digest of val: abc -> "),
-        ({"class_list": "imagenet100_classes.txt"}, "names of the classes of train: "),
+        ({"class_list": "imagenet100_classes.txt"}, "names of the classes of train: imagenet100_classes.txt, line 3: "),
     ],
 )
 def test_data_that_differs_is_refused(

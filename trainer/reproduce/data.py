@@ -68,7 +68,8 @@ def _other_names(split: str, names: list[str], class_list: Path) -> list[str]:
     try:
         listed = read_class_list(class_list, names)
     except InputError as error:
-        return [f"names of the classes of {split}: {error}"]
+        reason = str(error).replace(str(class_list), class_list.name)  # reproduction.json names no folders
+        return [f"names of the classes of {split}: {reason}"]
     others = sorted(set(names) - set(listed))
     if not others:
         return []
