@@ -175,6 +175,18 @@ def sweep(words: Words) -> int:
     return run_sweep(file, own, rest)
 
 
+def reproduce(words: Words) -> int:
+    """Train and evaluate a recipe, and say whether its published figures were reached. The exit code is 1 if not."""
+    from trainer.reproduce.cli import add_reproduce_arguments, run_reproduce
+
+    parser = command_parser(reproduce)
+    add_reproduce_arguments(parser)
+    has_file = bool(words) and not words[0].startswith("-")
+    file = Path(words[0]) if has_file else None
+    own, settings = parse_with_settings(parser, words[1:] if has_file else words)
+    return run_reproduce(file, own, settings)
+
+
 def stop(words: Words) -> int:
     """Save a checkpoint of a run, and stop it for good. It is not requeued."""
     parser = command_parser(stop)
@@ -409,7 +421,14 @@ def demo(words: Words) -> int:
 
 
 _GROUPS: dict[str, dict[str, Callable[[Words], int]]] = {
-    "train": {"pretrain": pretrain, "launch": launch, "sweep": sweep, "status": status, "stop": stop},
+    "train": {
+        "pretrain": pretrain,
+        "launch": launch,
+        "sweep": sweep,
+        "reproduce": reproduce,
+        "status": status,
+        "stop": stop,
+    },
     "measure and use the encoder": {
         "probe": probe,
         "knn": knn,

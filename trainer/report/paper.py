@@ -44,13 +44,18 @@ def compare(run: Run, result: Result) -> Comparison | None:
     if result.protocol not in PAPER[name]:
         return None
     recipe = load_config(shipped_folder("configs") / f"{name}.yaml", [])
-    changed = changed_settings(run.config, plain_settings(recipe))
+    return Comparison(PAPER[name][result.protocol], differences_from(recipe, name, run.config, result))
+
+
+def differences_from(recipe: Config, name: str, config: Config, result: Result) -> list[str]:
+    """List how a run with these settings, and its result, differ from the experiment of a recipe of this name."""
+    changed = changed_settings(config, plain_settings(recipe))
+    changed += _other_measurement(result, recipe)
     # Another seed repeats the same experiment.
     differences = [line for line in changed if not line.startswith("seed:")]
-    differences += _other_measurement(result, recipe)
     if name.startswith("imagenet_"):
         differences.append("protocol: that of SimCLR-v2's code -> the one of this row")
-    return Comparison(PAPER[name][result.protocol], differences)
+    return differences
 
 
 def _other_measurement(result: Result, recipe: Config) -> list[str]:

@@ -45,10 +45,10 @@ def _evaluate(config: Config, checkpoint: str) -> list[str]:
     # A run that keeps checkpoints for a curve has all of them measured.
     if checkpoint != UNTRAINED and config.checkpoint.keep_every_epochs:
         words = ["--follow", config.run_dir]
-    return ["evaluate", *words, f"--evaluate.protocols={','.join(protocols)}", *_changed_words(config)]
+    return ["evaluate", *words, f"--evaluate.protocols={','.join(protocols)}", *changed_words(config)]
 
 
-def _changed_words(config: Config) -> list[str]:
+def changed_words(config: Config) -> list[str]:
     """Return the settings that were changed after the training, as words."""
     saved = plain_settings(load_config(Path(config.run_dir) / "config.yaml", []))
     words = []

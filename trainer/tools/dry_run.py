@@ -21,6 +21,7 @@ from trainer.distributed.geometry import check_set_size
 from trainer.distributed.ranks import launch_warnings
 from trainer.errors import InputError
 from trainer.run.commit import git_commit
+from trainer.run.machine import device_name
 from trainer.setup import Run, check_device
 from trainer.tools.memory import memory_lines
 from trainer.tools.run_plan import plan_lines, plan_warnings
@@ -32,7 +33,8 @@ def describe_run(run: Run) -> None:
     """Log the plan of a run that is about to start."""
     if run.sources:
         _log.info("%s", describe_sources(run.config, run.sources))
-    _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, run.device)
+    device = f"{run.device} ({device_name(run.device)})"
+    _log.info("commit %s, torch %s, device %s", git_commit() or "unknown", torch.__version__, device)
     precision = PRECISION_NAMES[autocast_dtype(run.config, run.device)]
     scaled = " with a scaled loss" if run.step.grad_scaler else ""
     _log.info("encoder and projector compute in %s%s, the loss in float32", precision, scaled)

@@ -1,0 +1,1 @@
+"""`wmse reproduce`: train and evaluate a recipe, and say whether its published figures were reached."""
