@@ -103,6 +103,18 @@ for _name in (
 ):
     VARIANTS[_name.format("byol")] = _name.format("simclr"), SMALL_BYOL
 VARIANTS["stl10_rn18_byol_euclidean_2000ep"] = "stl10_rn18_byol_2000ep", {"byol.normalize": False}
+VARIANTS["photos_rn18"] = (
+    "imagenet100_rn18_wmse4_240ep",
+    {
+        "data.expected_images": 0,
+        "optimizer.epochs": 200,
+        "optimizer.warmup_epochs": 2.0,
+        "optimizer.warmup_steps": 0,
+        "optimizer.warmup_from": "zero",
+        "optimizer.schedule": "cosine",
+        "checkpoint.keep_every_epochs_after_drop": 0,
+    },
+)
 WIDE = {"model.projector_hidden": (1024, 1024), "model.embedding_size": 1024}
 VARIANTS["cifar10_rn18_barlow_twins_1000ep"] = (
     "cifar10_rn18_simclr_1000ep",

@@ -163,7 +163,7 @@ def test_all_problems_of_a_definition_are_named(
         (["paper_step_times", "--out", "out", "--seeds", "a"], "seeds is ['a']"),
         (["paper_step_times", "--out", "out", "--seed", "1"], "give `seeds`, or --seeds 0,1,2, not --seed"),
         (["paper_step_times", "--out", "out", "--run_dir", "x"], "--out DIR is the folder of all runs, not --run_dir"),
-        (["paper_step_times", "--out", "out", "--retry-failed"], "did you mean --retry_failed?"),
+        (["paper_step_times", "--out", "out", "--retry"], "unknown setting retry"),
         (["paper_step_times", "--out", "out", "--partition", "x"], "--partition only applies to --slurm"),
         (["paper_step_times", "--out", "out", "--slurm", "--table"], "--slurm excludes --table"),
         (["paper_step_times", "--out", "out", "--slurm", "--gpus_per_node", "8"], "give --gpus_per_node 1"),
