@@ -39,21 +39,28 @@ def sections() -> dict[str, str]:
     """Return the names of the sections with a line about each, in the order of the schema."""
     names = {_GENERAL: "Settings of the whole run, which are in no section."}
     for declared in dataclasses.fields(Config):
+        # A field of the config is a section or a plain setting.
         if dataclasses.is_dataclass(declared.default_factory):
-            names[declared.name] = (declared.default_factory.__doc__ or "").partition("\n")[0]
+            docstring = declared.default_factory.__doc__ or ""
+            names[declared.name] = docstring.partition("\n")[0]
     return names
 
 
 def describe(name: str = "") -> list[Description]:
     """Describe the settings of a section, one setting, or all of them. Raises InputError if there is no such name."""
     by_section = _all()
+    # A name is that of a section, or of a setting in any section.
+    if name in by_section:
+        return by_section[name]
     every = [setting for settings in by_section.values() for setting in settings]
-    found = by_section.get(name) or [setting for setting in every if name in ("", setting.key)]
-    if not found:
-        names = [*by_section, *(setting.key for setting in every)]
-        hint = closest(name, names) or f": choose one of {', '.join(by_section)}"
-        raise InputError(f"{name!r} is neither a setting nor a section of settings{hint}")
-    return found
+    if not name:
+        return every
+    for setting in every:
+        if setting.key == name:
+            return [setting]
+    keys = [setting.key for setting in every]
+    hint = closest(name, [*by_section, *keys]) or f": choose one of {', '.join(by_section)}"
+    raise InputError(f"{name!r} is neither a setting nor a section of settings{hint}")
 
 
 @cache
@@ -63,18 +70,33 @@ def _all() -> dict[str, list[Description]]:
 
 
 def _of_section(name: str) -> Iterator[Description]:
-    owner = Config() if name == _GENERAL else getattr(Config(), name)
-    prefix = "" if name == _GENERAL else f"{name}."
+    config = Config()
+    is_general = name == _GENERAL
+    owner = config if is_general else getattr(config, name)
+    prefix = "" if is_general else f"{name}."
     types = get_type_hints(type(owner))
+    # The docstring below a field is its text.
     texts = {each.arg_name: each.description for each in _docstrings(type(owner))}
     for declared in dataclasses.fields(owner):
-        value = getattr(owner, declared.name)
-        if not dataclasses.is_dataclass(value):
-            hint = types[declared.name]
-            choices = ("true", "false") if hint is bool else get_args(hint) if get_origin(hint) is Literal else ()
-            values = ", ".join(choices) or _type_name(hint) + _limits(*allowed_range(declared))
-            text = " ".join((texts[declared.name] or "").split())
-            yield Description(prefix + declared.name, choices, values, _as_text(value), text)
+        default = getattr(owner, declared.name)
+        if dataclasses.is_dataclass(default):  # a section of its own
+            continue
+        hint = types[declared.name]
+        choices = _choices(hint)
+        # The values of a setting are its choices, or a type with a range.
+        values = ", ".join(choices)
+        if not choices:
+            values = _type_name(hint) + _limits(*allowed_range(declared))
+        # Docstrings are wrapped in the code.
+        text = " ".join((texts[declared.name] or "").split())
+        yield Description(prefix + declared.name, choices, values, _as_text(default), text)
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """Return the values of a type that has few; empty for any other type."""
+    if hint is bool:
+        return ("true", "false")
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def _docstrings(cls: type) -> Iterator[Any]:
@@ -84,9 +106,13 @@ def _docstrings(cls: type) -> Iterator[Any]:
 
 
 def _limits(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None and high < 2**53:
-        return f", {low:,g} to {high:,g}" if high < 1e6 else f", {low:,g} to {high:,.0f}"
-    return "" if low is None else f", at least {low:g}"
+    if low is None:
+        return ""
+    # The largest seed has 63 bits, which says nothing to a reader.
+    if high is None or high >= 2**53:
+        return f", at least {low:g}"
+    # The format g would write a large number in powers of ten.
+    return f", {low:g} to {high:g}" if high < 1e6 else f", {low:g} to {high:,.0f}"
 
 
 def _type_name(hint: Any) -> str:
@@ -112,13 +138,18 @@ def settings_text(name: str = "") -> str:
     """Return a paragraph for each setting of `describe`: name, values, default, and what it means."""
     lines = []
     for each in describe(name):
+        short_names = _short_names(each.key)
+        also = f"  (also {', '.join(short_names)})" if short_names else ""
         default = f"; default {each.default}" if each.default else ""
-        short = ", ".join(f"--{name}" for name, key in SHORT_NAMES.items() if key == each.key)
-        also = f"  (also {short})" if short else ""
         lines.append(f"--{each.key}{also}")
         lines.append(f"    {each.values}{default}")
         lines += textwrap.wrap(each.text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def _short_names(key: str) -> list[str]:
+    """Return the short options of a setting."""
+    return [f"--{short}" for short, of in SHORT_NAMES.items() if of == key]
 
 
 def settings_page() -> str:
@@ -138,8 +169,11 @@ def settings_page() -> str:
     for name, summary in sections().items():
         lines += ["", f"## {name}", "", summary, "", "| setting | values | default | meaning |", "|---|---|---|---|"]
         for each in describe(name):
-            cells = (f"`{each.key}`", each.values, each.default and f"`{each.default}`", each.text)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            default = f"`{each.default}`" if each.default else ""
+            cells = (f"`{each.key}`", each.values, default, each.text)
+            # A bar would end the cell.
+            escaped = [cell.replace("|", "\\|") for cell in cells]
+            lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -151,7 +185,10 @@ def common_settings(keys: Sequence[str], *, short_names: bool) -> str:
     lines = []
     for key in keys:
         each = found[key]
-        names = [f"--{key}", *(f"--{short}" for short, of in SHORT_NAMES.items() if short_names and of == key)]
+        names = [f"--{key}"]
+        if short_names:
+            names += _short_names(key)
+        # The beginning of the text, up to the first full stop, colon or parenthesis.
         meaning = re.split(r"[.:;(]", each.text, maxsplit=1)[0].strip()
         default = f" (default {each.default})" if each.default else ""
         lines.append(f"  {', '.join(names):<37} {meaning}{default}")

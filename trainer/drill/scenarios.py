@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.drill.table import Row, lost_updates
@@ -22,6 +23,7 @@ _PAUSE = 10  # step at which an image is damaged
 def killed(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
     """Kill a run twice without a warning, and let it continue."""
     run_dir = toy.new_run()
+    # Once in each half of the run.
     for first, last in ((1, STEPS // 2), (STEPS // 2, STEPS - 10)):
         run = toy.start(run_dir)
         run.wait_for_step(rng.randrange(first, last))
@@ -41,17 +43,24 @@ def suspended(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
     time.sleep(_SUSPENDED_SECONDS)
     run.send(signal.SIGCONT)
     row.strikes += 1
+    row.wrong += _end(run) or differences(run_dir, whole)
+
+
+def _end(run: ToyRun) -> list[str]:
+    """Wait for the end of a run. Returns what went wrong."""
     code = run.wait()
-    row.wrong += [f"exit code {code}: {run.output()}"] if code else differences(run_dir, whole)
+    return [f"exit code {code}: {run.output()}"] if code else []
 
 
 def preempted(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
     """Send a run the signals of schedulers, which must end it with a checkpoint and exit code 75."""
     run_dir = toy.new_run()
-    signals = [signal.SIGTERM, rng.choice([signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])]
-    for number, (first, last) in zip(signals, ((1, STEPS // 2), (STEPS // 2, STEPS - 10)), strict=True):
+    other = rng.choice([signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+    # Late enough in the run that the second signal finds a resumed run, and early enough that it has not ended.
+    steps = {signal.SIGTERM: rng.randrange(1, STEPS // 2), other: rng.randrange(STEPS // 2, STEPS - 10)}
+    for number, step in steps.items():
         run = toy.start(run_dir)
-        run.wait_for_step(rng.randrange(first, last))
+        run.wait_for_step(step)
         run.send(number)
         code = run.wait()
         row.strikes += 1
@@ -66,12 +75,12 @@ def disk_full(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
     run_dir = toy.new_run()
     run = toy.start(run_dir)
     run.wait_for_step(rng.randrange(1, STEPS // 2))
-    row.injected, with_room = _fill(toy.folder, run)
+    row.injected, make_room = _fill(toy.folder, run)
     row.strikes += 1
+    # The next checkpoint has no room; then there is room again.
     run.wait_for_output("was NOT saved")
-    with_room()
-    code = run.wait()
-    row.wrong += [f"exit code {code}: {run.output()}"] if code else differences(run_dir, whole)
+    make_room()
+    row.wrong += _end(run) or differences(run_dir, whole)
 
 
 def _fill(folder: Path, run: ToyRun) -> tuple[str, Callable[[], object]]:
@@ -82,16 +91,15 @@ def _fill(folder: Path, run: ToyRun) -> tuple[str, Callable[[], object]]:
     pid = run.process.pid
     free = shutil.disk_usage(folder).free
     if free > _ROOM:
+        # The hard limit stays, so that the soft one can be raised again.
         _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (_SMALL_FILES, most))
         return "a limit on the size of files", lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
     filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file:
-        block = bytes(1 << 20)
-        try:
-            while file.write(block) == len(block):
-                pass
-        except OSError:  # the file system is full
+    block = bytes(1 << 20)
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        # A short write or an error says that the file system is full.
+        while file.write(block) == len(block):
             pass
     return "the file system is filled", filler.unlink
 
@@ -108,10 +116,13 @@ def removed_image(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
 
 def _damage(toy: Toy, row: Row, rng: random.Random, harm: Callable[[Path], object]) -> None:
     images = toy.copy_images()
-    path = rng.choice(sorted(images.rglob("*.png")) or sorted(images.rglob("*.*")))
+    files = [path for path in images.rglob("*") if path.is_file()]
+    path = rng.choice(sorted(files))
     content = path.read_bytes()
-    undisturbed, run_dir = toy.new_run(), toy.new_run()
+    undisturbed = toy.new_run()
+    run_dir = toy.new_run()
     for folder in (undisturbed, run_dir):
+        # Both runs begin with the sound image, and find it damaged from the same step on.
         path.write_bytes(content)
         row.wrong += toy.finish(folder, images, max_steps=_PAUSE)
         harm(path)
@@ -123,8 +134,9 @@ def _damage(toy: Toy, row: Row, rng: random.Random, harm: Callable[[Path], objec
             run.wait()
             row.updates_lost.append(lost_updates(folder))
         row.wrong += toy.finish(folder, images)
-        if skipped_images(folder) != {path.name}:
-            row.wrong.append(f"quarantine.jsonl names {skipped_images(folder) or 'nothing'}, not {path.name}")
+        skipped = skipped_images(folder)
+        if skipped != {path.name}:
+            row.wrong.append(f"quarantine.jsonl names {skipped or 'nothing'}, not {path.name}")
     row.wrong += differences(run_dir, undisturbed)
 
 

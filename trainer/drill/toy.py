@@ -114,10 +114,12 @@ class Toy:
         command = [sys.executable, "-m", "trainer", "pretrain", "--config", str(self.folder / "toy.yaml")]
         command += ["--data.root", str(images or self.folder / "images"), "--run_dir", str(run_dir)]
         command += ["--max_steps", str(max_steps)]
+        # The process starts in another folder, where it would not find a checkout of the program.
         own = Path(__file__).parents[2]
         # A launcher's variables would make the toy run wait for other ranks.
         kept = {key: value for key, value in os.environ.items() if key not in _LAUNCHERS}
         environment = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(own), *sys.path])}
+        # In a session of its own, so that Ctrl-C in a terminal does not reach it.
         with output.open("ab") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=file, env=environment, cwd=self.folder, start_new_session=True
