@@ -26,6 +26,7 @@ from trainer.report.pictures import Pictures
 from trainer.report.plots import Curve, Level, color_of, draw_bars, draw_curves
 from trainer.report.tables import figure_table
 from trainer.run.commit import git_commit
+from trainer.run.cost import describe_cost
 
 _CURVES = {
     "loss": "loss",
@@ -211,6 +212,7 @@ def _progress(run: Run) -> dict[str, str]:
         "Status": state,
         "Epochs": f"{epoch_text} of {epochs}",
         "Steps": f"{step} of {total_steps}",
+        "Cost": describe_cost(run.state.get("cost")) or "unknown",
         "First metrics": _minute(known[0]) if known else "none yet",
         "Last metrics": _minute(known[-1]) if known else "none yet",
     }
