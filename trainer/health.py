@@ -29,14 +29,11 @@ def sums_of_products(embeddings: Tensor, num_views: int) -> Tensor:
 
     One matrix (k+1, k+1) for each view: products of its embeddings, with a column of ones, so that the last row holds sums and
     the count. The last matrix has the products of the differences of each embedding from the mean of its image.
-    Above MOST_DIMENSIONS only the first kind is returned, as one matrix of all views.
 
     embeddings: (R, k)."""
     k = embeddings.shape[1]
     # Differences of large sums need float64.
     x = embeddings.double()
-    if k > MOST_DIMENSIONS:
-        return _with_ones(x[None]).transpose(1, 2) @ _with_ones(x[None])
     by_view = x.unflatten(0, (num_views, -1))
     centred = (by_view - by_view.mean(0)).flatten(0, 1)
     of_views = _with_ones(by_view)
@@ -46,15 +43,21 @@ def sums_of_products(embeddings: Tensor, num_views: int) -> Tensor:
     return sums
 
 
+def joint_products(embeddings: Tensor) -> Tensor:
+    """Return the first kind of these sums of all views together, (1, k+1, k+1), which is enough for the effective rank."""
+    x = _with_ones(embeddings.double())
+    return (x.T @ x)[None]
+
+
 def _with_ones(x: Tensor) -> Tensor:
-    """Add a column of ones. x: (d, n, k)."""
+    """Add a column of ones. x: (..., k)."""
     return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
 
 
 def effective_rank(sums: Tensor) -> Tensor:
     """Compute the effective rank (tr S)^2 / |S|^2 of the covariance S of all embeddings, 0-d.
 
-    It is k if S is a multiple of the identity, and 1 if all embeddings lie on a line. sums: from `sums_of_products`."""
+    It is k if S is a multiple of the identity, and 1 if all embeddings lie on a line. sums: as above."""
     products = sums[0] if len(sums) == 1 else sums[:-1].sum(0)
     # A common factor of the covariance cancels in the effective rank, so it is not divided by the count.
     totals = products[:-1, -1]
@@ -75,7 +78,7 @@ def measure_health(sums: _Matrix) -> dict[str, Any]:
     found = undefined_health()
     if not np.isfinite(sums).all():
         return found
-    of_views, within = sums[:-1], sums[-1, :-1, :-1]
+    of_views = sums[:-1]
     total = of_views.sum(0)
     count = total[-1, -1]
     shares = _shares(_covariance(total))
@@ -83,7 +86,7 @@ def measure_health(sums: _Matrix) -> dict[str, Any]:
     worst = int(np.argmax(conditions))
     values = {
         "rankme": rankme(total[:-1, :-1], count),
-        "lidar": _lidar(total, within, len(of_views)),
+        "lidar": lidar_of(sums),
         "largest_share": shares[0],
         "condition": conditions[worst],
     }
@@ -115,10 +118,12 @@ def lidar(between: _Matrix, within: _Matrix) -> float:
     return _exp_entropy(_eigenvalues((matrix + matrix.T) / 2), _RANKME_EPS)
 
 
-def _lidar(total: _Matrix, within: _Matrix, num_views: int) -> float:
-    """Return LiDAR from the products of all views; NaN with one view for each image."""
-    if num_views == 1:
+def lidar_of(sums: _Matrix) -> float:
+    """Return LiDAR from the sums of `sums_of_products`; NaN with one view for each image, and for equal embeddings."""
+    if len(sums) == 2:
         return np.nan
+    total = sums[:-1].sum(0)
+    within = sums[-1, :-1, :-1]
     count = total[-1, -1]
     mean = total[:-1, -1] / count
     # The products of all views are those of the d equal means of each image, and those around the means.

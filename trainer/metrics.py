@@ -25,7 +25,14 @@ from torch import Tensor
 from trainer.data.quarantine import read_quarantine
 from trainer.distributed.ranks import Ranks
 from trainer.files import write_text
-from trainer.health import effective_rank, measure_health, sums_of_products, undefined_health
+from trainer.health import (
+    MOST_DIMENSIONS,
+    effective_rank,
+    joint_products,
+    measure_health,
+    sums_of_products,
+    undefined_health,
+)
 from trainer.methods.method import Method
 from trainer.metric import Metric
 from trainer.progress import RunBar
@@ -149,13 +156,14 @@ class MetricSums:
         """Return the metrics of the steps since the last call over all ranks, float64, by their names in metrics.jsonl.
 
         All but "products" are 0-d. `MetricsWriter` joins the halves of the digest of the rows so far, and measures the health
-        of the embeddings by "products", which only rank 0 gets.
+        of the embeddings by "products", which only rank 0 gets, and no rank above MOST_DIMENSIONS.
 
         embeddings: (R, k) of `num_views` views, view-major. spent: joules and seconds without an energy counter of this rank,
         from `RunCost.own`."""
         for number, amount in enumerate(spent):
             self._spent[number].fill_(amount)  # as in Digests.put_halves, so that the host does not wait
-        products = sums_of_products(embeddings, num_views)
+        is_large = embeddings.shape[1] > MOST_DIMENSIONS
+        products = joint_products(embeddings) if is_large else sums_of_products(embeddings, num_views)
         if ranks.world_size > 1:
             dist.all_reduce(products)
         sums, smallest, rows, spent_by_all = self._over_ranks(ranks)
@@ -172,8 +180,7 @@ class MetricSums:
             "rows_low": rows[1],
             "joules": spent_by_all[0],
             "unmeasured_seconds": spent_by_all[1],
-            # Above MOST_DIMENSIONS they are too large to be copied, and nothing more follows from them.
-            **({"products": products} if ranks.is_first and len(products) > 1 else {}),
+            **({"products": products} if ranks.is_first and not is_large else {}),
         }
 
     def state(self, ranks: Ranks) -> dict[str, Any]:

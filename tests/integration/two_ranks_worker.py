@@ -153,11 +153,8 @@ def run_sums() -> dict[str, torch.Tensor]:
     embeddings = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0)) + 1
     own = embeddings[:, images.first : images.first + images.count].flatten(0, 1)
     line = sums.take(own, ranks, 2, spent=(10.0 * (ranks.rank + 1), ranks.rank))
-    health = (
-        {name: torch.tensor(value) for name, value in measure_health(line["products"].numpy()).items()}
-        if ranks.is_first
-        else {}
-    )
+    found = measure_health(line["products"].numpy()) if ranks.is_first else {}
+    health = {name: torch.tensor(value) for name, value in found.items()}
     names = ("loss", "skipped_steps", "min_pivot", "joules", "unmeasured_seconds")
     return {"share": share, "line": torch.stack([line[name] for name in names]), **health}
 

@@ -9,7 +9,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from trainer import health
+from trainer import metrics
 from trainer.distributed.ranks import Ranks
 from trainer.health import measure_health, sums_of_products
 from trainer.methods.wmse.method import WMSE
@@ -110,7 +110,7 @@ def test_products_travel_with_the_delayed_metrics() -> None:
 
 
 def test_large_embeddings_only_have_an_effective_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "MOST_DIMENSIONS", K - 1)
+    monkeypatch.setattr(metrics, "MOST_DIMENSIONS", K - 1)
     sums = MetricSums(WMSE.metrics, torch.device("cpu"))
     taken = sums.take(draw(), Ranks(), VIEWS)
     assert "products" not in taken

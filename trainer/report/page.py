@@ -21,6 +21,7 @@ from trainer.config.schema import Config
 from trainer.data.printable import printable
 from trainer.metrics import all_metrics
 from trainer.report.collect import Result, Run
+from trainer.report.health import HEALTH, checkpoint_health, describe_correlations
 from trainer.report.paper import PAPER, recipe_of
 from trainer.report.pictures import Pictures
 from trainer.report.plots import Curve, Level, color_of, draw_bars, draw_curves
@@ -33,6 +34,9 @@ _CURVES = {
     "lr": "learning rate",
     "images_per_s": "speed (images/s)",
     "effective_rank": "effective rank of embeddings",
+    "rankme": "RankMe of embeddings",
+    "lidar": "LiDAR of embeddings",
+    "largest_share": "share of the first principal axis",
     "min_pivot": "smallest pivot (mean variances)",
 }
 _BASELINES = {"random": "untrained", "pixels": "pixels"}
@@ -89,6 +93,8 @@ def render(shown: Sequence[Shown]) -> str:
         heads=_heads(runs),
         curves=_training_curves(runs),
         accuracy=_accuracy(runs),
+        health=_health(runs),
+        correlations=[(run, sentences) for run in runs if (sentences := describe_correlations(run))],
         tables=[figure_table(run) for run in runs if run.results],
         **_rows_of_results(runs),
         paper_names=[(run, recipe_of(run)) for run in runs],
@@ -326,6 +332,21 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
         )
         title = f"{label}: {words}"
         plots.append(Plot(title, svg, _describe(title, curves)))
+    return plots
+
+
+def _health(runs: Sequence[Run]) -> list[Plot]:
+    """Draw RankMe and LiDAR of the embeddings at the evaluated checkpoints."""
+    plots = []
+    for key, name in HEALTH.items():
+        curves = []
+        for i, run in enumerate(runs):
+            epochs, values = checkpoint_health(run, key)
+            if values:
+                curves.append(Curve(epochs, values, color_of(i)))
+        if curves:
+            svg = draw_curves(curves, "epoch", name, markers=True)
+            plots.append(Plot(f"{name} of the embeddings", svg, _describe(name, curves)))
     return plots
 
 
