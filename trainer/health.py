@@ -93,7 +93,8 @@ def measure_health(sums: _Matrix) -> dict[str, Any]:
     # Without any variance the shares are not defined.
     if not np.isnan(shares[0]):
         found["dimensions_99"] = int(np.searchsorted(np.cumsum(shares), 0.99)) + 1
-    found["condition_view"] = worst
+    if not np.isnan(conditions[worst]):
+        found["condition_view"] = worst
     return found | {name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()}
 
 
@@ -132,10 +133,11 @@ def lidar_of(sums: _Matrix) -> float:
 
 
 def _condition(products: _Matrix) -> float:
-    """Return the condition number of a view's covariance; infinite if it is singular, as with no more images than k."""
+    """Return the condition number of a view's covariance; infinite if it is singular, NaN with at most k images."""
     values = _eigenvalues(_covariance(products))
-    count = products[-1, -1]
-    is_singular = count <= len(values) or values[-1] <= 1e-14 * values[0]
+    if products[-1, -1] <= len(values):
+        return np.nan
+    is_singular = values[-1] <= 1e-14 * values[0]
     return np.inf if is_singular else values[0] / values[-1]
 
 

@@ -309,7 +309,7 @@ class MetricsWriter:
         products = record.get("products")
         record = {**record, **(undefined_health() if products is None else measure_health(products))}
         of_method = self._method.health_warnings(record)
-        of_rank = self._collapse.warnings(record["effective_rank"])
+        of_rank = self._collapse.warnings(record)
         for warning in (*of_method, *of_rank):
             _log.warning("step %d: %s", record["step"], warning)
         values: dict[str, Any] = {name: _finite(record[name]) for name in self._metrics}

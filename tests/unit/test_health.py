@@ -85,10 +85,13 @@ def test_values_that_are_not_defined_are_nan() -> None:
     one_view = measured(draw(), 1)
     assert math.isnan(one_view["lidar"])
     assert one_view["condition"] > 1
-    assert math.isinf(measured(draw(images=K))["condition"])  # as many images as dimensions
+    few = measured(draw(images=K))  # as many images as dimensions
+    assert math.isnan(few["condition"])
+    assert math.isnan(few["condition_view"])
     constant = measured(torch.ones(VIEWS * IMAGES, K))
     assert constant["rankme"] == pytest.approx(1, abs=1e-4)
     assert math.isnan(constant["lidar"])
+    assert math.isinf(constant["condition"])
     assert math.isnan(constant["dimensions_99"])
     broken = draw()
     broken[3, 2] = math.nan
