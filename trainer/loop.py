@@ -30,6 +30,7 @@ from trainer.files import describe_os_error
 from trainer.metrics import Clock, DelayedMetrics, MetricSums, MetricsWriter, count_skipped_images
 from trainer.run.certificate import attach_certificate
 from trainer.run.commit import git_commit
+from trainer.run.cost import RunCost, describe_cost
 from trainer.run.digests import Digests
 from trainer.run.faults import FaultCounter
 from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
@@ -66,7 +67,7 @@ def pretrain(config: Config, stop: StopRequest, sources: Mapping[str, str] | Non
         ranks = replace(ranks, world_size=used)
     with ExitStack() as stack:
         device, problem = _device(config, ranks)
-        state = RunState(run_dir, ranks)
+        state = RunState(run_dir, ranks, RunCost(ranks, device, config.cost))
 
         def open_folder() -> None:
             """Lock the run folder, after all ranks have joined and before any of them continues."""
@@ -138,7 +139,7 @@ def train(
     # --- resume, and build what the loop needs ---
     ranks, log_every = run.ranks, run.config.log.every_steps
     sums = MetricSums(run.step.method.metrics, run.device)
-    first_step = step = resume(run, sums)
+    first_step = step = resume(run, sums, state.cost)
     open_writer = _writer(run, first_step, state, sums.digests)
     late = DelayedMetrics(_HOST_DELAY)
     faults = build_fault_counter(run)
@@ -177,8 +178,10 @@ def train(
             known: dict[str, Any] = {}
             metrics: dict[str, Tensor] = {}
             if logged:
-                known = {"lr": learning_rate, **clock.line(step), **_machine(run, loader)}
-                metrics = sums.take(result.embeddings, ranks)
+                spent = state.cost.own()
+                known = {"lr": learning_rate, "own_spent": spent, **clock.line(step), **_machine(run, loader)}
+                num_views = len(result.embeddings) // run.step.images.count  # MoCo has embeddings of one view
+                metrics = sums.take(result.embeddings, ranks, num_views, spent)
                 if run.step.online_probe:
                     metrics |= run.step.online_probe.take()
             late.add(step, result.flags, known, metrics)
@@ -199,7 +202,7 @@ def train(
                 if stopping:
                     stop.answered()
                 watchdog.doing("waits for the checkpoint before this one to be written", limit=file_seconds)
-                save(run, saver, step, sums)
+                save(run, saver, step, sums, state.cost)
                 saves.done()
             _check_saves(run, saver)
             if stopping:
@@ -233,6 +236,7 @@ def _read_records(
         save_now |= bool(record["save"])
         if writer and "loss" in record:
             writer.write(record)
+            state.cost.add_line(record)
             loss = record["loss"] if math.isfinite(record["loss"]) else None
             state.note(loss=loss, images_per_s=record["images_per_s"])
     return stopping, save_now
@@ -352,9 +356,11 @@ def _finish(run: Run, step: int, stopped: int, state: RunState) -> int:
     # max_steps may end the loop before the end of the schedule.
     finished = "done" if step == run.schedule.total_steps else "paused"
     status = {GO_ON: finished, PREEMPT: "preempted", STOP: "stopped"}[stopped]
+    state.cost.own()
     state.ended(status, code, step=step)
     if run.ranks.is_first:
-        _log.info("%s after step %d of %d", status, step, run.schedule.total_steps)
+        cost = describe_cost(state.cost.content())
+        _log.info("%s after step %d of %d; cost so far: %s", status, step, run.schedule.total_steps, cost)
     return code
 
 

@@ -25,6 +25,14 @@ from torch import Tensor
 from trainer.data.quarantine import read_quarantine
 from trainer.distributed.ranks import Ranks
 from trainer.files import write_text
+from trainer.health import (
+    MOST_DIMENSIONS,
+    effective_rank,
+    joint_products,
+    measure_health,
+    sums_of_products,
+    undefined_health,
+)
 from trainer.methods.method import Method
 from trainer.metric import Metric
 from trainer.progress import RunBar
@@ -48,6 +56,12 @@ _COMMON = {
     "data_wait": Metric("speed", "data {:.0%}"),
     "memory_gib": Metric("speed", "mem {:.1f}/{memory_limit_gib:.0f} GiB"),
     "effective_rank": Metric("health", "eff. rank {:.3g}"),
+    "rankme": Metric("health", "RankMe {:.3g}"),
+    "lidar": Metric("health", "LiDAR {:.3g}"),
+    "condition": Metric("health"),
+    "condition_view": Metric(),
+    "largest_share": Metric(),
+    "dimensions_99": Metric(),
     "skipped_steps": Metric("health", "skipped steps {:d}", only_if_not_zero=True),
     "skipped_images": Metric("health", "skipped images {:d}", only_if_not_zero=True),
     "memory_limit_gib": Metric(),
@@ -66,17 +80,18 @@ class DelayedMetrics:
 
     def __init__(self, delay: int) -> None:
         self._delay = delay
-        self._waiting: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
+        self._waiting: deque[tuple[dict[str, Any], dict[str, torch.Size], Tensor, Any]] = deque()
 
     def add(self, step: int, flags: RankFlags, known: Mapping[str, Any], metrics: Mapping[str, Tensor]) -> None:
         """Start to copy the flags and metrics after `step` steps to the host.
 
-        known: values that are already on the host. metrics: 0-d tensors by name; empty if no line is due.
+        known: values that are already on the host. metrics: tensors by name; empty if no line is due.
         """
         # Join all values in one tensor, which takes one copy. float64 holds flags exactly.
         on_device = {**flags._asdict(), **metrics}
         tensors = [value.double() for value in on_device.values()] if metrics else list(flags)
-        values = torch.stack(tensors)
+        values = torch.cat([value.flatten() for value in tensors])
+        shapes = {name: value.shape for name, value in on_device.items()}
         event = None
         if values.device.type == "cuda":
             # A copy to pageable memory would wait for the device, and a spinning event would occupy a core.
@@ -87,19 +102,22 @@ class DelayedMetrics:
         else:
             host = values.detach().clone()
         record = {"step": step, **known}
-        self._waiting.append((record, list(on_device), host, event))
+        self._waiting.append((record, shapes, host, event))
 
     def ready(self, step: float = math.inf) -> list[dict[str, Any]]:
         """Return the records that are due after `step` steps, in order; without `step`, all records.
 
-        A record holds `known`, the flags and the metrics, all by name."""
+        A record holds `known`, the flags and the metrics, all by name: numbers, and arrays of those that are not 0-d."""
         due = []
         # Records wait in the order of their steps. After `delay` steps a copy is complete, so this does not wait.
         while self._waiting and self._waiting[0][0]["step"] <= step - self._delay:
-            known, names, host, event = self._waiting.popleft()
+            known, shapes, host, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
-            values = dict(zip(names, host.tolist(), strict=True))
+            parts = host.split([shape.numel() for shape in shapes.values()])
+            values: dict[str, Any] = {}
+            for (name, shape), part in zip(shapes.items(), parts, strict=True):
+                values[name] = part.view(shape).numpy() if shape else part.item()
             due.append(known | values)
         return due
 
@@ -116,6 +134,7 @@ class MetricSums:
         self._sums = torch.zeros(len(self._means) + 2, dtype=torch.float64, device=device)
         self._smallest = torch.full((len(self._minima),), torch.inf, dtype=torch.float64, device=device)
         self._rows = torch.zeros(2, dtype=torch.float64, device=device)
+        self._spent = torch.zeros(2, dtype=torch.float64, device=device)
         self.digests = Digests()
 
     def add(self, result: StepResult, rows_digest: int = 0) -> None:
@@ -131,11 +150,23 @@ class MetricSums:
             smallest = torch.stack([values[name].double() for name in self._minima])
             self._smallest = torch.minimum(self._smallest, smallest)
 
-    def take(self, embeddings: Tensor, ranks: Ranks) -> dict[str, Tensor]:
-        """Return the metrics of the steps since the last call over all ranks, 0-d float64, by their names in metrics.jsonl.
+    def take(
+        self, embeddings: Tensor, ranks: Ranks, num_views: int = 1, spent: tuple[float, float] = (0.0, 0.0)
+    ) -> dict[str, Tensor]:
+        """Return the metrics of the steps since the last call over all ranks, float64, by their names in metrics.jsonl.
 
-        The digest of the rows so far is in two halves, which `MetricsWriter` joins."""
-        sums, smallest, rows = self._over_ranks(ranks)
+        All but "products" are 0-d. `MetricsWriter` joins the halves of the digest of the rows so far, and measures the health
+        of the embeddings by "products", which only rank 0 gets, and no rank above MOST_DIMENSIONS.
+
+        embeddings: (R, k) of `num_views` views, view-major. spent: joules and seconds without an energy counter of this rank,
+        from `RunCost.own`."""
+        for number, amount in enumerate(spent):
+            self._spent[number].fill_(amount)  # as in Digests.put_halves, so that the host does not wait
+        is_large = embeddings.shape[1] > MOST_DIMENSIONS
+        products = joint_products(embeddings) if is_large else sums_of_products(embeddings, num_views)
+        if ranks.world_size > 1:
+            dist.all_reduce(products)
+        sums, smallest, rows, spent_by_all = self._over_ranks(ranks)
         self._sums.zero_()
         self._smallest.fill_(torch.inf)
         applied, skipped = sums[-2:]
@@ -143,10 +174,13 @@ class MetricSums:
         return {
             **dict(zip(self._means, means.unbind(), strict=True)),
             **dict(zip(self._minima, smallest.unbind(), strict=True)),
-            "effective_rank": effective_rank(embeddings, ranks),
+            "effective_rank": effective_rank(products),
             "skipped_steps": skipped / ranks.world_size,
             "rows_high": rows[0],
             "rows_low": rows[1],
+            "joules": spent_by_all[0],
+            "unmeasured_seconds": spent_by_all[1],
+            **({"products": products} if ranks.is_first and not is_large else {}),
         }
 
     def state(self, ranks: Ranks) -> dict[str, Any]:
@@ -157,46 +191,24 @@ class MetricSums:
 
     def state_and_rows(self, ranks: Ranks) -> tuple[dict[str, Any], Tensor]:
         """Return `state` and the halves of the digest of the rows (2,), which the same all-reduce sums over ranks."""
-        sums, smallest, rows = self._over_ranks(ranks)
+        sums, smallest, rows, _ = self._over_ranks(ranks)
         return {"sums": sums / ranks.world_size, "smallest": smallest}, rows
 
-    def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+    def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         self.digests.put_halves(self._rows)
-        sums = torch.cat([self._sums, self._rows])
+        sums = torch.cat([self._sums, self._rows, self._spent])
         smallest = self._smallest.clone()
         if ranks.world_size > 1:
             dist.all_reduce(sums)
             if self._minima:
                 dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return sums[:-2], smallest, sums[-2:]
+        return sums[:-4], smallest, sums[-4:-2], sums[-2:]
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         # Each rank loads the mean over the ranks: on any number of ranks, sums and counts keep their ratio.
         self._sums.copy_(state["sums"])
         self._smallest.copy_(state["smallest"])
-
-
-def effective_rank(embeddings: Tensor, ranks: Ranks) -> Tensor:
-    """Compute the effective rank (tr S)^2 / |S|^2 of the covariance S of the embeddings of all ranks, 0-d.
-
-    It is k if S is a multiple of the identity, and 1 if all embeddings lie on a line. It is computed in float64, because it
-    is a difference of large sums, and only on logged steps.
-
-    embeddings: (R, k). Every rank calls this.
-    """
-    # A column of ones adds the sums of the columns to their products, so that one all-reduce joins both.
-    ones = torch.ones_like(embeddings[:, :1], dtype=torch.float64)
-    x = torch.cat([embeddings.double(), ones], dim=1)
-    products = x.T @ x
-    if ranks.world_size > 1:
-        dist.all_reduce(products)
-    # A common factor of the covariance cancels in the effective rank, so it is not divided by the count.
-    sums = products[:-1, -1]
-    count = products[-1, -1]
-    covariance = products[:-1, :-1] - sums.outer(sums) / count
-    trace = covariance.diagonal().sum()
-    return trace.square() / covariance.square().sum()
 
 
 class Clock:
@@ -294,8 +306,10 @@ class MetricsWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record of `DelayedMetrics.ready` to metrics.jsonl, TensorBoard and the log. NaN and infinity are null."""
+        products = record.get("products")
+        record = {**record, **(undefined_health() if products is None else measure_health(products))}
         of_method = self._method.health_warnings(record)
-        of_rank = self._collapse.warnings(record["effective_rank"])
+        of_rank = self._collapse.warnings(record)
         for warning in (*of_method, *of_rank):
             _log.warning("step %d: %s", record["step"], warning)
         values: dict[str, Any] = {name: _finite(record[name]) for name in self._metrics}
@@ -371,7 +385,8 @@ def _count_lines(quarantine: Path, size: int) -> int:
 def _finite(value: float) -> float | None:
     """Replace NaN and infinity by None, because JSON lacks them.
 
-    The loss is NaN if no update was applied, and the effective rank if all embeddings are equal."""
+    The loss is NaN if no update was applied, and the effective rank if all embeddings are equal. The condition number is
+    infinite if there are too few images."""
     return value if math.isfinite(value) else None
 
 

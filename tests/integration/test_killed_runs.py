@@ -15,7 +15,7 @@ import pytest
 from tests.faults import Faults, start
 from tests.integration.conftest import Arguments, UnbrokenRun
 from tests.integration.launch import run
-from tests.integration.run_files import assert_same_run, metrics, saved_steps
+from tests.integration.run_files import assert_same_run, checkpoint, metrics, saved_steps
 from tests.processes import finish, wait_until
 
 # --- killed processes ---
@@ -67,6 +67,22 @@ def test_a_run_continues_on_two_ranks_and_then_on_one(
     for ours, whole in zip(metrics(tmp_path / "run"), metrics(tmp_path / "whole"), strict=True):
         assert (ours["step"], ours["lr"]) == (whole["step"], whole["lr"])
         assert ours["loss"] == pytest.approx(whole["loss"], rel=2e-3)
+
+
+def test_the_cost_counts_all_starts_and_what_was_repeated(command: Callable[..., Arguments], tmp_path: Path) -> None:
+    """The first start fails after the checkpoint of step 4; the second one is killed after that of step 6."""
+    run_dir = tmp_path / "run"
+    accounts = []
+    for faults in (Faults(raise_at_step=5), Faults(kill_at_step=7), Faults()):
+        (process,) = start(command(), tmp_path, faults)
+        process.wait()
+        accounts.append(json.loads((run_dir / "state.json").read_text())["cost"])
+    failed, _, done = accounts
+    saved = checkpoint(run_dir, 9)["cost"]
+    assert failed["repeated"]["core_seconds"] == 0
+    assert failed["core_seconds"] < saved["core_seconds"] < done["core_seconds"]
+    assert 0 < saved["repeated"]["core_seconds"] == done["repeated"]["core_seconds"] < failed["core_seconds"]
+    assert "done after step 9 of 9; cost so far: " in process.output()
 
 
 # --- files ---

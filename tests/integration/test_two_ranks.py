@@ -57,10 +57,15 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
 
 
 def test_a_line_of_metrics_summarizes_all_ranks(results: tuple[Results, Results]) -> None:
-    """It has the mean loss, each skipped update once, and the smallest pivot. A checkpoint holds a rank's share of the sums."""
+    """It has the mean loss, each skipped update once, the smallest pivot, all energy, and the health of all embeddings.
+
+    A checkpoint holds a rank's share of the sums."""
     one, two = (r["sums"] for r in results)
-    assert one["line"].tolist() == pytest.approx([1.0, 1.0, 1 / 2])
-    assert two["line"].tolist() == pytest.approx([1.5, 1.0, 1 / 3])
+    assert one["line"].tolist() == pytest.approx([1.0, 1.0, 1 / 2, 10, 0])
+    assert two["line"].tolist() == pytest.approx([1.5, 1.0, 1 / 3, 30, 1])
+    assert {"rankme", "lidar", "condition", "largest_share"} <= one.keys() == two.keys()
+    for name in one.keys() - {"line", "share"}:
+        assert two[name].item() == pytest.approx(one[name].item(), rel=1e-5), name
     assert two["share"].tolist() == [1.5, 1.0, 1.0]  # loss, applied updates, skipped updates
 
 
@@ -88,7 +93,7 @@ def test_runs_on_one_and_two_ranks_have_the_same_images_and_losses(
     assert len(list((tmp_path / "run2" / "tensorboard").iterdir())) == 2  # one writer per start and not per rank
     for one, two in zip(*lines, strict=True):
         assert (two["step"], two["lr"]) == (one["step"], one["lr"])
-        for key in ("loss", "min_pivot", "effective_rank"):
+        for key in ("loss", "min_pivot", "effective_rank", "rankme", "lidar", "largest_share"):
             assert two[key] == pytest.approx(one[key], rel=2e-4)
 
 

@@ -23,6 +23,7 @@ from trainer.config.schema import (
 from trainer.distributed.geometry import images_of_rank, indivisible_images, loss_group_size
 from trainer.distributed.process_group import make_batch_norm_group, make_loss_group, process_group, wrap_model
 from trainer.distributed.ranks import find_ranks
+from trainer.health import measure_health
 from trainer.methods.wmse.method import WMSE
 from trainer.metrics import MetricSums
 from trainer.models.compile import compile_networks
@@ -139,7 +140,8 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
 def run_sums() -> dict[str, torch.Tensor]:
     """Return the metrics of two steps, of which the second update is skipped, and this rank's share of the sums.
 
-    Rank 0 has loss 1 and smallest pivot 1/2, rank 1 has loss 2 and smallest pivot 1/3.
+    Rank 0 has loss 1, smallest pivot 1/2 and 10 J, rank 1 has loss 2, smallest pivot 1/3 and 20 J. The embeddings are those of
+    8 images, which the ranks divide.
     """
     ranks, sums = find_ranks(), MetricSums(WMSE.metrics, CPU)
     own = torch.tensor(ranks.rank + 1.0)
@@ -147,8 +149,14 @@ def run_sums() -> dict[str, torch.Tensor]:
         flags = RankFlags(*torch.tensor([3 * skipped, 0, 0]).unbind())
         sums.add(StepResult(own, {"min_pivot": 1 / (own + 1)}, torch.empty(0), flags.fault > 0, flags))
     share = sums.state(ranks)["sums"]
-    line = sums.take(torch.randn(8, 3), ranks)
-    return {"share": share, "line": torch.stack([line[name] for name in ("loss", "skipped_steps", "min_pivot")])}
+    images = images_of_rank(ranks, 8, 1)
+    embeddings = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0)) + 1
+    own = embeddings[:, images.first : images.first + images.count].flatten(0, 1)
+    line = sums.take(own, ranks, 2, spent=(10.0 * (ranks.rank + 1), ranks.rank))
+    found = measure_health(line["products"].numpy()) if ranks.is_first else {}
+    health = {name: torch.tensor(value) for name, value in found.items()}
+    names = ("loss", "skipped_steps", "min_pivot", "joules", "unmeasured_seconds")
+    return {"share": share, "line": torch.stack([line[name] for name in names]), **health}
 
 
 def main(path: str) -> None:

@@ -75,7 +75,8 @@ def test_another_learning_rate_keeps_the_rows(tiny_set: Path, tmp_path: Path, di
     assert "rows_digest" not in found["metrics"]
     # the first update has the learning rate 0
     assert {name: entry["step"] for name, entry in found["metrics"].items()} == {
-        **{"lr": 2, "loss": 3, "effective_rank": 3, "min_pivot": 3}
+        **{"lr": 2, "loss": 3, "effective_rank": 3, "min_pivot": 3},
+        **dict.fromkeys(("rankme", "lidar", "condition", "largest_share"), 3),
     }
     begin = "The runs are identical up to step 1. They part at step 2: optimizer.learning_rate differs, and lr is "
     assert found["verdict"].startswith(begin)

@@ -81,7 +81,43 @@ def test_only_rank_0_logs(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_a_falling_effective_rank_gives_a_warning() -> None:
+HEALTHY = {"effective_rank": 9.0, "rankme": 40.0, "condition": 100.0, "condition_view": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "first", "words"),
+    [
+        ("effective_rank", [9.0, 1.7, 1.4, 1.3, 1.3, 1.3], 4, "effective rank 1.30, steps 10 to 40"),
+        (
+            "effective_rank",
+            [1.2, 1.2, 1.2, 1.2, 1.2],
+            3,
+            "effective rank 1.20, steps 0 to 30",
+        ),  # from the first line on
+        ("effective_rank", [1.2, 1.2, 1.9, 1.2, math.nan, 1.2, 1.2, 1.2, 1.2], 8, "steps 50 to 80"),
+        ("rankme", [30.0, 64.0, 8.1, math.nan, 7.9, 3.0], 4, "fell from 64.0 to 7.9"),
+        (
+            "condition",
+            [100.0, math.nan, 9e6, 2e7, math.inf],
+            3,
+            "view 1 have lost directions (condition number 2.0e+07)",
+        ),
+        ("condition", [100.0, math.inf], 1, "condition number inf"),
+    ],
+)
+def test_each_sign_of_a_collapse_is_reported_once(name: str, values: list[float], first: int, words: str) -> None:
+    """A line is logged every 10 steps."""
     watch = CollapseWatch()
-    ranks = [2.0, 16.0, 12.0, 4.1, 3.9, 3.8, math.nan, 1.1, 0.9]
-    assert [number for number, rank in enumerate(ranks) if watch.warnings(rank)] == [4, 8]
+    found = [watch.warnings(HEALTHY | {"step": 10 * number, name: value}) for number, value in enumerate(values)]
+    assert [number for number, warnings in enumerate(found) if warnings] == [first]
+    assert words in found[first][0]
+
+
+def test_embeddings_that_recover_give_no_warning() -> None:
+    """MoCo passes through an effective rank of 1.3 in the first steps of the demo, and then learns well."""
+    watch = CollapseWatch()
+    ranks = [17.0, 8.0, 1.7, 1.3, 1.5, 1.7, 1.7, 2.7]
+    found = [
+        watch.warnings(HEALTHY | {"step": 10 * number, "effective_rank": rank}) for number, rank in enumerate(ranks)
+    ]
+    assert found == [[]] * len(ranks)

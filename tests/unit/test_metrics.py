@@ -15,6 +15,7 @@ from PIL import Image
 from tests.conftest import ROOT
 from trainer.config.schema import METHODS, Config
 from trainer.distributed.ranks import Ranks
+from trainer.health import effective_rank, sums_of_products
 from trainer.methods.method import Method
 from trainer.methods.wmse.method import WMSE
 from trainer.metrics import (
@@ -25,7 +26,6 @@ from trainer.metrics import (
     all_metrics,
     count_skipped_images,
     describe_line,
-    effective_rank,
 )
 from trainer.models.online_probe import OnlineProbe
 from trainer.run.tensorboard import Board, draw_evaluation
@@ -64,8 +64,8 @@ def test_the_effective_rank_is_k_for_white_embeddings_and_1_on_a_line() -> None:
     white = torch.linalg.qr(torch.randn(64, 6, dtype=torch.float64) - 0)[0]
     white = white - white.mean(0)
     white = torch.linalg.qr(white)[0]
-    assert effective_rank(white + 1000, Ranks()).item() == pytest.approx(6)
-    assert effective_rank(torch.randn(64, 1) * torch.ones(1, 6), Ranks()).item() == pytest.approx(1)
+    assert effective_rank(sums_of_products(white + 1000, 1)).item() == pytest.approx(6)
+    assert effective_rank(sums_of_products(torch.randn(64, 1) * torch.ones(1, 6), 1)).item() == pytest.approx(1)
 
 
 def test_skipped_updates_do_not_count_in_the_mean() -> None:

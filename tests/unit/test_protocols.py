@@ -424,6 +424,8 @@ def test_a_collapsed_encoder_is_named(tiny_set: Path, tmp_path: Path) -> None:
     assert result["effective_rank"] == pytest.approx(1, abs=1e-3)
     assert len(result["warnings"]) == 2
     assert result["alignment"] == pytest.approx(0, abs=1e-6)
+    assert result["rankme"] == pytest.approx(1, abs=1e-2)
+    assert 0 <= result["lidar"] < 2
     assert collapse_warnings(30.0, -2.5) == []
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import scipy.stats
 import torch
 
 from tests.conftest import TINY, write_images
@@ -21,6 +22,7 @@ from trainer.evaluate.run import run_evaluation
 from trainer.loop import pretrain
 from trainer.report.cli import write_report
 from trainer.report.collect import Result, Run
+from trainer.report.health import spearman
 from trainer.report.paper import PAPER, compare
 from trainer.report.pictures import find_neighbours
 from trainer.report.plots import thin_out
@@ -154,6 +156,28 @@ def test_odd_values_in_a_result_are_left_out(run_dir: Path) -> None:
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | odd))
     assert "linear" in texts(page_of(run_dir))
+
+
+def test_health_stands_beside_the_accuracy_of_the_checkpoints(run_dir: Path) -> None:
+    """The line of a checkpoint is the last one up to its step; RankMe falls while the accuracy grows."""
+    lines = [{"step": step, "epoch": step / 10, "rankme": 50.0 - step, "lidar": 5.0} for step in (1, 2, 4, 5)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    content = json.loads((run_dir / "eval" / "knn_2.json").read_text())
+    for step, top1 in ((2, 10.0), (4, 20.0), (6, 30.0)):
+        (run_dir / "eval" / f"knn_{step}.json").write_text(
+            json.dumps(content | {"step": step, "checkpoint": str(step), "top1": top1})
+        )
+    page = page_of(run_dir)
+    assert re.search(r"RankMe and 5-nn, top-1: -1.00, a correlation over 3 checkpoints", texts(page))
+    assert "LiDAR and 5-nn" not in page  # it is constant
+    assert "LiDAR of the embeddings" in page
+
+
+def test_the_rank_correlation_is_that_of_scipy() -> None:
+    x, y = [3.0, 1.0, 2.0, 2.0, 9.0, 4.0], [1.0, 0.5, 7.0, 7.0, 8.0, 0.5]
+    assert spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
+    assert spearman([1.0, 1.0], [1.0, 2.0]) is None
+    assert spearman([], []) is None
 
 
 def test_a_run_that_has_not_begun_says_so(tmp_path: Path) -> None:

@@ -43,6 +43,17 @@ def test_starts_are_counted_and_the_job_is_named(tmp_path: Path) -> None:
     assert started(tmp_path, Ranks()).starts == 1
 
 
+def test_the_cost_of_all_starts_is_added_up(tmp_path: Path) -> None:
+    started(tmp_path, Ranks())
+    found = state_of(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps(found | {"cost": {"core_seconds": 1e6, "joules": 5.0}}))
+    mark_run(tmp_path, "queued")
+    started(tmp_path, Ranks())
+    cost = state_of(tmp_path)["cost"]
+    assert 1e6 < cost["core_seconds"] < 1e6 + 1e3
+    assert cost["joules"] >= 5
+
+
 def test_a_job_requeued_repeatedly_without_a_new_checkpoint_fails(tmp_path: Path) -> None:
     started(tmp_path, Ranks(job_id="123"), most=2)
     started(tmp_path, REQUEUED, most=2)
@@ -118,6 +129,7 @@ def test_each_heartbeat_writes_the_noted_fields(tmp_path: Path, monkeypatch: pyt
             time.sleep(0.02)
     found = state_of(tmp_path)
     assert (found["step"], found["loss"]) == (7, 1.5)
+    assert 0 < found["cost"]["core_seconds"] <= state.cost.content()["core_seconds"]
     assert found["heartbeat"] > first
 
 

@@ -26,7 +26,7 @@ FULL = {
 }  # fmt: skip
 KEYS = {
     "run", "status", "state", "exit_code", "step", "total_steps", "epoch", "images_per_s", "loss", "checkpoint_step",
-    "restarts", "eta_seconds", "heartbeat_age_seconds", "job_id", "job_state", "job_reason", "job_start", "evaluation",
+    "restarts", "cost", "eta_seconds", "heartbeat_age_seconds", "job_id", "job_state", "job_reason", "job_start", "evaluation",
     "doing", "message", "problems",
 }  # fmt: skip
 Slurm = Callable[..., None]

@@ -18,6 +18,7 @@ from trainer.cluster import runs
 from trainer.cluster.jobs import Job, find_jobs
 from trainer.cluster.runs import RunFiles, read_run
 from trainer.data.printable import printable
+from trainer.run.cost import describe_hours
 
 _PATH_WIDTH = 14  # width of a run's folder, and of its name, in a narrow terminal
 _UNLIMITED = 10_000  # terminal columns that fit any table
@@ -30,6 +31,7 @@ _GROUPS = (
     ("step", "epoch"),
     ("images/s", "loss"),
     ("saved", "restarts"),
+    ("cost",),
     ("SLURM",),
     ("evaluation",),
 )
@@ -85,6 +87,7 @@ def _describe(files: RunFiles, job: Job | None, now: float) -> Row:
         "job_state": job.state if job else None,
         "job_reason": (job.reason or None) if job else None,
         "job_start": (job.start or None) if job else None,
+        "cost": state["cost"] if isinstance(state.get("cost"), dict) else None,
         "evaluation": runs.newest_evaluation(files.run_dir, problems),
         "doing": runs.text(state, "doing"),
         "message": runs.text(state, "message"),
@@ -170,6 +173,8 @@ def _cells(row: Row) -> dict[str, list[str]]:
         "loss": [_format(row["loss"], ".4f")],
         "saved": [_format(row["checkpoint_step"], "d")],
         "restarts": [_format(row["restarts"], "d")],
+        # Two units of time stand below each other in a narrow terminal, like all texts of a cell.
+        "cost": describe_hours(row["cost"] or {}).split(" and ") if row["cost"] else ["-"],
         "SLURM": job or ["-"],
         "evaluation": evaluation,
     }

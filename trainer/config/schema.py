@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.config.cost import CostConfig
 from trainer.config.evaluation import (
     DiagnosticsConfig,
     EvaluateConfig,
@@ -334,6 +335,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     online_probe: OnlineProbeConfig = field(default_factory=OnlineProbeConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     linear: LinearConfig = field(default_factory=LinearConfig)

@@ -1,4 +1,4 @@
-"""Properties of the features that need no labels: effective rank, spectrum, alignment, uniformity, signs of a collapse.
+"""Properties of the features that need no labels: ranks, spectrum, alignment, uniformity, signs of a collapse.
 
 Shapes: n images, F features.
 """
@@ -23,6 +23,7 @@ from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
 from trainer.evaluate.features import Split, evenly_spread, in_precision
 from trainer.evaluate.protocol import Protocol, Subject
+from trainer.health import lidar_of, rankme, sums_of_products
 
 _COLLAPSED_RANK = 2.0  # features of a lower effective rank lie nearly on a line
 _COLLAPSED_UNIFORMITY = -0.1  # 0: all features have the same direction; about -4: they are spread over the sphere
@@ -37,14 +38,18 @@ def _measure(subject: Subject) -> dict[str, Any]:
     total = float(values.sum())
     # As in the log of a run, but of features instead of embeddings: (sum of eigenvalues)^2 / sum of their squares.
     rank = total**2 / float(values.square().sum()) if total else 0.0
+    products = x.double().T @ x.double()
     spread = uniformity(x)
+    distance, lidar_of_views = compare_views(subject)
     warnings = collapse_warnings(rank, spread)
     return {
         "label": "diagnostics",
-        "figures": ["effective_rank", "alignment", "uniformity"],
+        "figures": ["effective_rank", "rankme", "lidar", "alignment", "uniformity"],
         "images": len(x),
         "effective_rank": round(rank, 4),
-        "alignment": round(alignment(subject), 6),
+        "rankme": round(_or_zero(rankme(products.cpu().numpy(), len(x))), 4),
+        "lidar": round(lidar_of_views, 4),
+        "alignment": round(distance, 6),
         "uniformity": round(spread, 6),
         "constant_features": int((x.std(0) <= 1e-6 * x.mean(0).abs()).sum()),
         # Shares of the total variance, the largest first.
@@ -52,7 +57,8 @@ def _measure(subject: Subject) -> dict[str, Any]:
         "warnings": warnings,
         "protocol": "features of centre crops of test images; alignment: mean squared distance of two views of an image, "
         "and uniformity: log of the mean of exp(-2 squared distance) over pairs of images, both of features scaled to "
-        "length 1 (Wang and Isola, ICML 2020)",
+        "length 1 (Wang and Isola, ICML 2020); rankme: of the features of the centre crops (Garrido et al., ICML 2023); "
+        "lidar: of the features of the two views of each image (Thilak et al., ICLR 2024)",
     }
 
 
@@ -79,9 +85,10 @@ def uniformity(x: Tensor) -> float:
     return math.log(max(total - count, 1e-300) / (count * (count - 1)))
 
 
-def alignment(subject: Subject) -> float:
-    """Return the mean squared distance between the features, scaled to length 1, of two views of a test image.
+def compare_views(subject: Subject) -> tuple[float, float]:
+    """Return the alignment and LiDAR of the features of two views of each test image.
 
+    The alignment is the mean squared distance of the two, scaled to length 1. LiDAR is 0 if all features are equal.
     The views are those of `views`, as in the pre-training. Every rank calls this, for its share of the images; the number
     of ranks changes nothing."""
     place, split = subject.place, subject.test_split
@@ -111,16 +118,25 @@ def alignment(subject: Subject) -> float:
     )
     # The sum of the squared distances, and the number of images.
     totals = torch.zeros(2, dtype=torch.float64, device=place.device)
+    size = subject.test.x.shape[1] + 1
+    sums = torch.zeros(3, size, size, dtype=torch.float64, device=place.device)
     for batch in loader:
         with torch.inference_mode(), in_precision(place):
-            features = functional.normalize(subject.encode(batch.views).float(), dim=1)
-        first, second = features.chunk(2)
+            features = subject.encode(batch.views).float()
+        first, second = functional.normalize(features, dim=1).chunk(2)
         totals[0] += (first - second).square().sum().double()
         totals[1] += len(first)
+        sums += sums_of_products(features, 2)
     if ranks.world_size > 1:
         dist.all_reduce(totals)
+        dist.all_reduce(sums)
     distance, count = totals.tolist()
-    return distance / count
+    return distance / count, _or_zero(lidar_of(sums.cpu().numpy()))
+
+
+def _or_zero(value: float) -> float:
+    """Replace NaN, which JSON lacks."""
+    return 0.0 if math.isnan(value) else value
 
 
 def _check(config: Config, train: Split, test: Split) -> None:

@@ -60,7 +60,7 @@ class RunEvaluator(Evaluator):
             return untrained_encoder(self._model, self.place), Source(which)
         path = choose_checkpoint(self._run_dir, which)
         content = load_checkpoint(path)
-        source = Source(str(content["step"]), path, content["sha256"])
+        source = Source(str(content["step"]), path, content["sha256"], content.get("cost"))
         return self.trained_encoder(content, path), source
 
     def trained_encoder(self, content: dict[str, Any], path: Path) -> Encode:

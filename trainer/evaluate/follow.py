@@ -114,7 +114,7 @@ class _Follower:
     def _measure(self, step: int, missing: list[str], content: dict[str, Any], path: Path) -> None:
         """Run the missing protocols on one checkpoint, and write each result at once."""
         encode = self._evaluator.trained_encoder(content, path)
-        source = Source(str(step), path, content["sha256"])
+        source = Source(str(step), path, content["sha256"], content.get("cost"))
         # A failed write is counted, and the next look finds the checkpoint without a result.
         results = {}
         for protocol, result in self._evaluator.measure(encode, source, missing):

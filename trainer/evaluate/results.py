@@ -52,6 +52,8 @@ class Source(NamedTuple):
     """The checkpoint; None for "random" and "pixels"."""
     sha256: str | None = None
     """Digest of the checkpoint's content, as stored in the checkpoint."""
+    cost: dict[str, Any] | None = None
+    """Cost of the training up to the checkpoint, as stored in it; None if it is unknown."""
 
 
 class Results:
@@ -125,6 +127,7 @@ class Results:
             "checkpoint_path": str(source.path.absolute()) if source.path else None,
             "checkpoint_sha256": source.sha256,
             "checkpoint_of_this_run": self.owns(source) if is_step else None,
+            "training_cost": source.cost,
             **self._conditions(self._config, protocol, source.name),
         }
 

@@ -21,17 +21,22 @@ from trainer.config.schema import Config
 from trainer.data.printable import printable
 from trainer.metrics import all_metrics
 from trainer.report.collect import Result, Run
+from trainer.report.health import HEALTH, checkpoint_health, describe_correlations
 from trainer.report.paper import PAPER, recipe_of
 from trainer.report.pictures import Pictures
 from trainer.report.plots import Curve, Level, color_of, draw_bars, draw_curves
 from trainer.report.tables import figure_table
 from trainer.run.commit import git_commit
+from trainer.run.cost import describe_cost
 
 _CURVES = {
     "loss": "loss",
     "lr": "learning rate",
     "images_per_s": "speed (images/s)",
     "effective_rank": "effective rank of embeddings",
+    "rankme": "RankMe of embeddings",
+    "lidar": "LiDAR of embeddings",
+    "largest_share": "share of the first principal axis",
     "min_pivot": "smallest pivot (mean variances)",
 }
 _BASELINES = {"random": "untrained", "pixels": "pixels"}
@@ -88,6 +93,8 @@ def render(shown: Sequence[Shown]) -> str:
         heads=_heads(runs),
         curves=_training_curves(runs),
         accuracy=_accuracy(runs),
+        health=_health(runs),
+        correlations=[(run, sentences) for run in runs if (sentences := describe_correlations(run))],
         tables=[figure_table(run) for run in runs if run.results],
         **_rows_of_results(runs),
         paper_names=[(run, recipe_of(run)) for run in runs],
@@ -211,6 +218,7 @@ def _progress(run: Run) -> dict[str, str]:
         "Status": state,
         "Epochs": f"{epoch_text} of {epochs}",
         "Steps": f"{step} of {total_steps}",
+        "Cost": describe_cost(run.state.get("cost")) or "unknown",
         "First metrics": _minute(known[0]) if known else "none yet",
         "Last metrics": _minute(known[-1]) if known else "none yet",
     }
@@ -324,6 +332,21 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
         )
         title = f"{label}: {words}"
         plots.append(Plot(title, svg, _describe(title, curves)))
+    return plots
+
+
+def _health(runs: Sequence[Run]) -> list[Plot]:
+    """Draw RankMe and LiDAR of the embeddings at the evaluated checkpoints."""
+    plots = []
+    for key, name in HEALTH.items():
+        curves = []
+        for i, run in enumerate(runs):
+            epochs, values = checkpoint_health(run, key)
+            if values:
+                curves.append(Curve(epochs, values, color_of(i)))
+        if curves:
+            svg = draw_curves(curves, "epoch", name, markers=True)
+            plots.append(Plot(f"{name} of the embeddings", svg, _describe(name, curves)))
     return plots
 
 

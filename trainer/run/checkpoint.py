@@ -14,6 +14,7 @@ A file is a dict that `torch.load(weights_only=True)` reads:
     digests         of all rows and of all logged means so far, see `digests`; missing in older files
     loss_scale      state of the fp16 loss scale, else None
     online_probe    state of the online probe, else None
+    cost            account of the run so far, see `cost`; missing in older files
     sha256          digest of all the other entries, see `content_digest`
 """
 

@@ -9,7 +9,8 @@ All faults in the order of their codes, causes before consequences (a NaN of one
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +20,12 @@ from trainer.errors import DivergedError
 
 GRADIENT_FAULT = 1  # code of a gradient that is not finite although the losses are finite and all checks passed
 _log = logging.getLogger(__name__)
-_COLLAPSE_FACTOR = 4  # a drop of the effective rank by this factor gives a warning
+_LOW_RANK = 1.75  # effective rank of embeddings of which one direction holds three quarters of the variance
+_LOW_STEPS = 30  # healthy runs of the demo had less for at most 22 steps
+_RECOVERY = 1.25
+_RANKME_FACTOR = 8  # healthy runs: at most 6
+_HIGH_CONDITION = 1e7  # healthy runs: at most 1.1e6
+_REMEDY = "a smaller optimizer.learning_rate or a longer warm-up may help"
 
 
 def fault_codes(num_checks: int, rank: int, world_size: int) -> list[int]:
@@ -141,21 +147,48 @@ class FaultCounter:
 
 
 class CollapseWatch:
-    """Watch on the effective rank of the embeddings, which warns when it falls below a quarter of its highest value."""
+    """Watch on the embeddings, which warns of each sign of a collapse once.
+
+    The rules warned of every planted collapse, and in no healthy run (benchmarks/results/README.md)."""
 
     def __init__(self) -> None:
-        self._highest_rank = 0.0
+        self._highest_rankme = 0.0
+        self._low_since: float | None = None  # step from which on the effective rank has been low
+        self._lowest_rank = math.inf  # since then
+        self._reported: set[str] = set()
 
-    def warnings(self, effective_rank: float) -> list[str]:
-        """Return the warnings about the effective rank of a logged line."""
-        highest = self._highest_rank
-        fell = effective_rank < highest / _COLLAPSE_FACTOR
-        # After a warning the new value counts as the highest, so that a collapse is reported once. NaN fails both tests.
-        if fell or effective_rank > highest:
-            self._highest_rank = effective_rank
-        if not fell:
-            return []
-        return [
-            f"the effective rank of the embeddings fell from {highest:.1f} to {effective_rank:.1f}: they are about to "
-            "collapse; a smaller optimizer.learning_rate or a longer warm-up helps"
-        ]
+    def warnings(self, line: Mapping[str, float]) -> list[str]:
+        """Return the warnings about the embeddings of a logged line. A value that is not known is NaN."""
+        new = {sign: text for sign, text in self._signs(line).items() if sign not in self._reported}
+        self._reported |= new.keys()
+        return [f"{text}: they collapse; {_REMEDY}" for text in new.values()]
+
+    def _signs(self, line: Mapping[str, float]) -> dict[str, str]:
+        """Describe the signs of a collapse in a line, by name."""
+        signs = {}
+        if self._stays_low(line["step"], line["effective_rank"]):
+            steps = f"steps {self._low_since} to {line['step']}"
+            signs["rank"] = f"the embeddings lie near a line (effective rank {line['effective_rank']:.2f}, {steps})"
+        # The effective rank does not see a constant that all embeddings share, because it is that of their differences.
+        rankme = line["rankme"]
+        highest = self._highest_rankme
+        if rankme < highest / _RANKME_FACTOR:
+            signs["rankme"] = f"RankMe of the embeddings fell from {highest:.1f} to {rankme:.1f}"
+        if rankme > highest:
+            self._highest_rankme = rankme
+        if line["condition"] > _HIGH_CONDITION:
+            number = f"condition number {line['condition']:.1e}"
+            signs["condition"] = f"the embeddings of view {line['condition_view']} have lost directions ({number})"
+        return signs
+
+    def _stays_low(self, step: float, rank: float) -> bool:
+        """Return whether the effective rank has been low for some time without recovering."""
+        # MoCo and Barlow Twins pass through such values in their first steps. NaN counts as recovered.
+        if not rank < _LOW_RANK:
+            self._low_since = None
+            self._lowest_rank = math.inf
+            return False
+        if self._low_since is None:
+            self._low_since = step
+        self._lowest_rank = min(self._lowest_rank, rank)
+        return step - self._low_since >= _LOW_STEPS and rank <= _RECOVERY * self._lowest_rank

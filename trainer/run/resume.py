@@ -20,6 +20,7 @@ from trainer.metrics import MetricSums
 from trainer.run import digests
 from trainer.run.checkpoint import FORMAT, load_newest, plain_names
 from trainer.run.checkpoint_check import first_difference, wanted_moments
+from trainer.run.cost import RunCost
 from trainer.run.saver import Saver
 from trainer.setup import Run
 
@@ -28,8 +29,10 @@ _LOOKS = 20
 _LOOK_SECONDS = 5.0  # NFS caches directories for up to a minute
 
 
-def save(run: Run, saver: Saver, step: int, sums: MetricSums) -> None:
-    """Start to write the checkpoint after `step` updates. Every rank calls this, rank 0 writes."""
+def save(run: Run, saver: Saver, step: int, sums: MetricSums, cost: RunCost | None = None) -> None:
+    """Start to write the checkpoint after `step` updates. Every rank calls this, rank 0 writes.
+
+    cost: account of the run; None: it is not kept."""
     metric_sums, rows = sums.state_and_rows(run.ranks)  # a collective
     if not run.ranks.is_first:
         return
@@ -47,17 +50,21 @@ def save(run: Run, saver: Saver, step: int, sums: MetricSums) -> None:
         "digests": sums.digests.content(rows),
         "loss_scale": grad_scaler.state() if grad_scaler else None,
         "online_probe": run.step.online_probe.state() if run.step.online_probe else None,
+        "cost": cost.content() if cost else None,
     }
     saver.save(content)
 
 
-def resume(run: Run, sums: MetricSums) -> int:
+def resume(run: Run, sums: MetricSums, cost: RunCost | None = None) -> int:
     """Load the newest checkpoint of the run folder, if it has one. Returns the number of updates made so far.
 
+    cost: account of the run, which learns what is repeated; None: it is not kept.
     Raises InputError if the images, or settings that change the result, differ from those of the checkpoint."""
     content = _find_same(run, sums)
     # All ranks have found the same step, so all of them start fresh or all of them resume.
     step = 0 if content is None else _restore(run, content, sums)
+    if cost:
+        cost.resumed((content or {}).get("cost"), from_checkpoint=content is not None)
     if run.ranks.is_first:
         drop_quarantine_after(run.quarantine, step)
     # A barrier: no rank may append to quarantine.jsonl before rank 0 has rewritten it.

@@ -22,6 +22,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import DONE, FAILED, PREEMPTED, DivergedError, InputError, TrainingFailedError, exit_code_of
 from trainer.files import write_text
 from trainer.run.checkpoint_files import newest_step
+from trainer.run.cost import RunCost
 from trainer.run.folder import lock_run_folder
 from trainer.run.signals import STOP, StopRequest
 
@@ -49,7 +50,9 @@ def _stopped_job(run_dir: Path) -> str:
 class RunState:
     """Writer of state.json, thread-safe. Every rank has one; only that of rank 0 writes."""
 
-    def __init__(self, run_dir: Path, ranks: Ranks) -> None:
+    def __init__(self, run_dir: Path, ranks: Ranks, cost: RunCost | None = None) -> None:
+        """cost: account of the run; None: a new one, on a CPU."""
+        self.cost = cost or RunCost(ranks)
         self._run_dir = run_dir
         self._writes = ranks.is_first
         self._lock = threading.Lock()
@@ -69,6 +72,7 @@ class RunState:
         checkpoint."""
         before = read_run(self._run_dir).state
         step = newest_step(self._run_dir)
+        self.cost.continue_from(before.get("cost"))
         # A requeued start is idle if the start before it began at the same step: that one has saved nothing.
         starts = whole(before, "starts") or 0
         idle_starts = 0
@@ -126,6 +130,7 @@ class RunState:
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "heartbeat": round(time.time(), 3),
                 "checkpoint_step": newest_step(self._run_dir) or None,
+                "cost": self.cost.content(),
             }
             write_text(path, json.dumps(self._fields | now) + "\n")
         except OSError as error:
@@ -186,6 +191,7 @@ class RunState:
                 _log.warning("`wmse stop` was called: saving a checkpoint and stopping after the current step")
                 stop.ask(STOP)
             if time.monotonic() - last >= _BEAT_SECONDS:
+                self.cost.own()
                 self.write()
                 last = time.monotonic()
 
