@@ -25,7 +25,12 @@ from torch import Tensor
 from trainer.data.quarantine import read_quarantine
 from trainer.distributed.ranks import Ranks
 from trainer.files import write_text
-from trainer.health import (
+from trainer.methods.method import Method
+from trainer.metric import Metric
+from trainer.progress import RunBar
+from trainer.run.digests import Digests, join_halves
+from trainer.run.faults import CollapseWatch
+from trainer.run.health import (
     MOST_DIMENSIONS,
     effective_rank,
     joint_products,
@@ -33,11 +38,6 @@ from trainer.health import (
     sums_of_products,
     undefined_health,
 )
-from trainer.methods.method import Method
-from trainer.metric import Metric
-from trainer.progress import RunBar
-from trainer.run.digests import Digests, join_halves
-from trainer.run.faults import CollapseWatch
 from trainer.run.repeated import RepeatedSteps
 from trainer.run.tensorboard import Board
 from trainer.run.trackers import Tracker

@@ -23,10 +23,10 @@ from trainer.config.schema import (
 from trainer.distributed.geometry import images_of_rank, indivisible_images, loss_group_size
 from trainer.distributed.process_group import make_batch_norm_group, make_loss_group, process_group, wrap_model
 from trainer.distributed.ranks import find_ranks
-from trainer.health import measure_health
 from trainer.methods.wmse.method import WMSE
 from trainer.metrics import MetricSums
 from trainer.models.compile import compile_networks
+from trainer.run.health import measure_health
 from trainer.step import RankFlags, StepResult, TrainStep
 
 CPU = torch.device("cpu")

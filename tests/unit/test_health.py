@@ -11,9 +11,9 @@ import torch
 
 from trainer import metrics
 from trainer.distributed.ranks import Ranks
-from trainer.health import measure_health, sums_of_products
 from trainer.methods.wmse.method import WMSE
 from trainer.metrics import DelayedMetrics, MetricSums
+from trainer.run.health import measure_health, sums_of_products
 from trainer.step import RankFlags
 
 VIEWS, IMAGES, K = 3, 40, 6

@@ -15,7 +15,6 @@ from PIL import Image
 from tests.conftest import ROOT
 from trainer.config.schema import METHODS, Config
 from trainer.distributed.ranks import Ranks
-from trainer.health import effective_rank, sums_of_products
 from trainer.methods.method import Method
 from trainer.methods.wmse.method import WMSE
 from trainer.metrics import (
@@ -28,6 +27,7 @@ from trainer.metrics import (
     describe_line,
 )
 from trainer.models.online_probe import OnlineProbe
+from trainer.run.health import effective_rank, sums_of_products
 from trainer.run.tensorboard import Board, draw_evaluation
 from trainer.step import RankFlags, StepResult
 

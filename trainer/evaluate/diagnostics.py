@@ -23,7 +23,7 @@ from trainer.distributed.ranks import ImageRange
 from trainer.errors import InputError
 from trainer.evaluate.features import Split, evenly_spread, in_precision
 from trainer.evaluate.protocol import Protocol, Subject
-from trainer.health import lidar_of, rankme, sums_of_products
+from trainer.run.health import lidar_of, rankme, sums_of_products
 
 _COLLAPSED_RANK = 2.0  # features of a lower effective rank lie nearly on a line
 _COLLAPSED_UNIFORMITY = -0.1  # 0: all features have the same direction; about -4: they are spread over the sphere
