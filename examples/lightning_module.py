@@ -1,6 +1,7 @@
 """Train an encoder by W-MSE with Lightning: pip install lightning; python examples/lightning_module.py DIR"""
 
 import argparse
+import os
 from typing import Any
 
 import lightning
@@ -32,6 +33,14 @@ class TwoViews:
 
     def __call__(self, image: Any) -> tuple[Tensor, Tensor]:
         return self.view(image), self.view(image)
+
+
+class ClassFolders(datasets.ImageFolder):
+    """ImageFolder that leaves out hidden folders, such as the index that `train_views` and `wmse` write."""
+
+    def find_classes(self, directory: Any) -> tuple[list[str], dict[str, int]]:
+        names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
+        return names, {name: number for number, name in enumerate(names)}
 
 
 class WMSE(lightning.LightningModule):
@@ -68,7 +77,7 @@ def main() -> None:
     options.add_argument("--precision", default="32-true", help="on a GPU: bf16-mixed")
     options.add_argument("--out", default="lightning_runs", help="folder of the logs and checkpoints")
     args = options.parse_args()
-    images = datasets.ImageFolder(args.folder, TwoViews(args.size))
+    images = ClassFolders(args.folder, TwoViews(args.size))
     loader = DataLoader(images, args.images, shuffle=True, drop_last=True, num_workers=args.workers)
     trainer = lightning.Trainer(
         default_root_dir=args.out, max_epochs=args.epochs, precision=args.precision, log_every_n_steps=1

@@ -232,6 +232,9 @@ def _evaluation(command: Callable[[Words], int], words: Words, protocols: Words 
 
     parser = command_parser(command)
     add_evaluation_arguments(parser)
+    # argparse would take the value of a setting for the run, so a run without --run_dir must come first.
+    if words and not words[0].startswith("-"):
+        words = ["--run_dir", *words]
     own, settings = parse_with_settings(parser, words)
     return evaluate_run(own, settings, protocols)
 

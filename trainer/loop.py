@@ -376,7 +376,8 @@ class _StepLimits:
         """Say what the step does, for the watchdog's messages."""
         compiling = compiles(self._run.config, self._run.device) and batch.views.shape[-1] != self._size
         first = " (the first at this size of the views is compiled, which takes minutes)" if compiling else ""
-        return f"makes step {batch.step}{first}, or waits for another rank in it"
+        others = ", or waits for another rank in it" if self._run.ranks.world_size > 1 else ""
+        return f"makes step {batch.step}{first}{others}"
 
     def seconds(self, batch: Batch) -> float | None:
         """Return the limit of a step in seconds; None: no limit.

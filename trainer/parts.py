@@ -19,7 +19,7 @@ from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner, slice_permutations
 from trainer.distributed.gather import gather_candidates, gather_rows
 from trainer.distributed.geometry import images_of_rank
-from trainer.distributed.ranks import find_ranks
+from trainer.distributed.ranks import ImageRange, find_ranks
 from trainer.errors import InputError
 from trainer.losses.wmse import wmse_loss, wmse_loss_with_status
 from trainer.models.encoder import Normalize
@@ -27,6 +27,7 @@ from trainer.optimizer import Lars, parameter_groups
 
 __all__ = [
     "Batch",
+    "ImageRange",
     "Index",
     "Lars",
     "Normalize",
@@ -71,6 +72,8 @@ class WMSELoss(nn.Module):
         group: process group that gathers; None is all ranks.
         """
         super().__init__()
+        if iterations < 1:
+            raise InputError(f"iterations is {iterations}: W-MSE needs at least 1")
         self.slice_size = slice_size
         self.iterations = iterations
         self.options: dict[str, Any] = {"normalize": normalize, "eps": eps, "whitening": whitening}
@@ -86,6 +89,8 @@ class WMSELoss(nn.Module):
         """Compute the loss, a scalar. views: d tensors (N, k), row i of each from image i.
 
         Raises InputError for sizes that do not fit."""
+        if not all(isinstance(view, Tensor) for view in views):
+            raise InputError("WMSELoss takes the views one by one: loss(first, second), or loss(*views) for a list")
         shapes = {tuple(view.shape) for view in views}
         if len(views) < 2 or len(shapes) != 1:
             found = ", ".join(map(str, (tuple(view.shape) for view in views)))

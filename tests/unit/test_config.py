@@ -315,3 +315,14 @@ def test_a_tilde_is_replaced_by_the_home_folder(tmp_path: Path, monkeypatch: pyt
 )
 def test_common_names_of_other_programs_are_suggested_for(tmp_path: Path, name: str, meant: str) -> None:
     assert f"unknown setting {name}: did you mean {meant}?" in problems("device: cpu", tmp_path, f"--{name}", "1")
+
+
+def test_a_run_folder_stands_for_its_settings(tmp_path: Path) -> None:
+    save_config(Config(seed=7), tmp_path / "config.yaml")
+    assert load_config(tmp_path, []).seed == 7
+
+
+def test_a_list_needs_no_brackets_on_the_command_line() -> None:
+    config = load_config(None, ["--views.crop_area", "0.4,1.0", "--model.projector_hidden", "64,32"])
+    assert config.views.crop_area == (0.4, 1.0)
+    assert config.model.projector_hidden == (64, 32)

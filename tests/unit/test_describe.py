@@ -20,7 +20,7 @@ def test_the_plan_of_a_run_is_described(tiny_config: Path) -> None:
     config = load_config(tiny_config, ["--wmse.iterations", "3", "--wmse.permutation_block", "16"])
     text = "\n".join(plan_lines(config, 50, 2))
     for part in (
-        "images: 50 in (no data.root); 3 steps per epoch, which leave 2 other images unused each time",
+        "images: 50 in (no data.root); 3 steps per epoch, each of which leaves out 2 images",
         "steps: 9 = 3 epochs x 3; warm-up 2 steps, then half a cosine to 0",
         "16 images (global batch size) x 2 views on 2 rank(s), 8 images = 16 views per rank",
         "6 slices of 16 x 8 in each step; groups of 2 neighbouring ranks compute the loss together",

@@ -146,3 +146,10 @@ def test_views_need_no_config_and_resume(tiny_set: Path) -> None:
     assert len(views) == 2
     with pytest.raises(InputError, match="has 48 images in train: set images_per_step to 48 or less"):
         train_views(tiny_set, recipe, images_per_step=64)
+
+
+def test_wrong_arguments_of_the_loss_are_explained() -> None:
+    with pytest.raises(InputError, match="takes the views one by one"):
+        WMSELoss(slice_size=16)(embeddings(2))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="iterations is 0"):
+        WMSELoss(slice_size=16, iterations=0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.distributed.ranks import Ranks
-from trainer.errors import TrainingFailedError
+from trainer.errors import InputError, TrainingFailedError
 from trainer.run import state as run_state
 from trainer.run.folder import lock_run_folder
 from trainer.run.signals import STOP, StopRequest
@@ -199,3 +199,20 @@ def test_a_queued_run_keeps_its_progress(tmp_path: Path) -> None:
     assert (found["status"], found["step"], found["total_steps"], found["starts"]) == ("queued", 40, 100, 1)
     assert found["exit_code"] is None
     assert "pid" not in found
+
+
+@pytest.mark.parametrize(("status", "kept"), [("done", True), ("stopped", True), ("running", False)])
+def test_wrong_settings_do_not_make_a_finished_run_fail(status: str, kept: bool, tmp_path: Path) -> None:
+    before = {"status": status, "exit_code": 0 if kept else None, "step": 9, "starts": 1}
+    (tmp_path / "state.json").write_text(json.dumps(before))
+    state = RunState(tmp_path, Ranks())
+    state.start(max_idle_restarts=3)
+    state.failed(InputError("another learning rate"))
+    found = json.loads((tmp_path / "state.json").read_text())
+    assert (found == before) == kept
+    assert (found["status"] == "failed") != kept
+    # Any other failure counts.
+    state = RunState(tmp_path, Ranks())
+    state.start(max_idle_restarts=3)
+    state.failed(RuntimeError("no more memory"))
+    assert json.loads((tmp_path / "state.json").read_text())["status"] == "failed"

@@ -135,14 +135,20 @@ def _seconds_left(files: RunFiles, problems: list[str]) -> float | None:
 def print_status(rows: Sequence[Row], console: Console) -> None:
     """Print a table with one line for each run, or several lines in a narrow terminal. Messages follow below the table."""
     cells = [_cells(row) for row in rows]
-    single_columns = [(name,) for group in _GROUPS for name in group]
+    # Outside SLURM nothing is requeued, and many runs have no evaluation yet.
+    empty = {
+        name for name in ("restarts", "SLURM", "evaluation") if all(cell[name] in (["-"], ["0"]) for cell in cells)
+    }
+    shown = [tuple(name for name in group if name not in empty) for group in _GROUPS]
+    groups = [group for group in shown if group]
+    single_columns = [(name,) for group in groups for name in group]
     table = _table(cells, single_columns, " ")
     # Measure the table in an unlimited terminal. If it is too wide for this one, stack the cells of each group.
     unlimited = console.options.update(width=_UNLIMITED)
     if Measurement.get(console, unlimited, table).maximum > console.width:
         for cell in cells:
             cell["run"] = _in_lines(cell["run"][0])
-        table = _table(cells, _GROUPS, "\n")
+        table = _table(cells, groups, "\n")
     console.print(table)
     for row in rows:
         for note in _notes(row):

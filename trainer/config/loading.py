@@ -108,9 +108,12 @@ def _parser() -> ArgumentParser:
 
 
 def find_config(path: Path, kind: str = "recipe") -> Path:
-    """Return the file, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`.
+    """Return the file, the settings of a run folder, or the recipe of that name, such as `imagenet_rn50_wmse4_100ep`.
 
     kind: "recipe", or "sweep" for a file in configs/sweeps. Raises InputError if neither exists."""
+    # A run folder stands for the settings of the run.
+    if (path / "config.yaml").is_file():
+        return path / "config.yaml"
     # Such a name has neither suffix nor folder. Anything else is a file, and reading reports it if it is missing.
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
@@ -254,8 +257,10 @@ def _plain_value(word: _Word) -> str:
         return word.text
     value = read_value(word.text)
     is_names = isinstance(default, tuple) and all(isinstance(item, str) for item in default) and default != ()
-    if is_names and isinstance(value, str):
-        value = value.split(",")  # a,b is easier to type in a shell than [a,b]
+    if isinstance(default, tuple) and isinstance(value, str) and "," in value:
+        value = read_value(f"[{value}]")  # a,b is easier to type in a shell than [a,b]
+    elif is_names and isinstance(value, str):
+        value = [value]
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, str) for item in items) and not is_names:
         raise yaml.YAMLError(f"{word.text} is text")

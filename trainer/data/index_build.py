@@ -345,7 +345,7 @@ def _inspect_file(path: str) -> Verdict:
 def _note_unlabelled(folder: Path, entries: _Entries, class_names: list[str], count: int) -> list[str]:
     """Say why the files of a folder get no labels."""
     if not entries.folders:
-        return [f"{folder}: has no class folders: its {count} files are used without labels"]
+        return [f"{folder} has no class folders; its {count} files are used without labels"]
     if not class_names:
         return [f"{folder}: its {count} files, also those in folders, are used without labels"]
     found = some_names(entries.folders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def _show(evaluator: Evaluator, source: Source, results: dict[str, Any]) -> OSEr
         return None
     print_table(source.name, results)
     # Print before writing, so that a full disk does not lose the figures.
-    print(json.dumps(results, indent=1), flush=True)
+    # In a terminal the details would push the table off the screen; they are in the files of the results.
+    if not sys.stdout.isatty():
+        print(json.dumps(results, indent=1), flush=True)
     try:
         evaluator.results.write_out(results)
     except OSError as error:

@@ -33,12 +33,12 @@ _USE_CLASSIFIER = """    from trainer.export import load_classifier
     logits = classifier(pixels)        # uint8 (images, 3, {size}, {size}); classifier.class_names names the classes"""
 _README = """# {title}
 
-This is a {what}: RGB image of {size} x {size} pixels -> {result}.
+This folder holds {what}: RGB image of {size} x {size} pixels -> {result}.
 
 {use}
 
 Preprocessing: resize the shorter edge to {eval_resize} ({interpolation}), cut out the centre of {size} x {size}, scale to
-0..1, subtract the mean {mean}, divide by {std}. `encoder.onnx` normalises by itself and takes uint8 pixels 0..255.
+0..1, subtract the mean {mean}, divide by {std}.{onnx}
 The entry "wmse" of config.json says where the weights are from.
 """
 
@@ -139,8 +139,9 @@ def write_weights(
     write_text(folder / CONFIG, json.dumps(config, indent=1) + "\n")
     readme = _README.format(
         title=encoder.name,
-        what="fine-tuned classifier" if head else "encoder without a classifier",
+        what="a fine-tuned classifier" if head else "an encoder without a classifier",
         result=f"logits of {len(class_names)} classes" if head else f"{encoder.num_features} features",
+        onnx="" if head else " `encoder.onnx`, if it is here, normalises by itself and takes uint8 pixels 0..255.",
         use=_USE_CLASSIFIER.format(size=facts.size) if head else _USE_ENCODER,
         **asdict(facts),
     )

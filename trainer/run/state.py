@@ -28,6 +28,7 @@ from trainer.run.signals import STOP, StopRequest
 
 _log = logging.getLogger(__name__)
 _MESSAGE_LENGTH = 500
+_FINISHED = ("done", "stopped", "paused")
 _BEAT_SECONDS = 15.0
 _LOOK_SECONDS = 2.0  # interval of looking for the file of `wmse stop`
 _SILENT_SECONDS = 900.0  # longer than timeout_minutes, which ends the other ranks
@@ -59,6 +60,7 @@ class RunState:
         self._fields_lock = threading.Lock()  # never held during a write
         self._ranks = ranks
         self._fields: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}  # state.json as this start found it
 
     @property
     def starts(self) -> int:
@@ -71,6 +73,7 @@ class RunState:
         Raises TrainingFailedError if SLURM requeued this job `max_idle_restarts` times in a row without a new
         checkpoint."""
         before = read_run(self._run_dir).state
+        self._before = before
         step = newest_step(self._run_dir)
         self.cost.continue_from(before.get("cost"))
         # A requeued start is idle if the start before it began at the same step: that one has saved nothing.
@@ -158,6 +161,11 @@ class RunState:
     def failed(self, error: BaseException) -> None:
         """Write that an error ends the run, unless `start` was never called. The message of the first call stays."""
         if not self._fields:
+            return
+        # A finished run stays finished if somebody gives it wrong settings afterwards.
+        if isinstance(error, InputError) and self._before.get("status") in _FINISHED and self._writes:
+            self._fields = self._before
+            write_text(self._run_dir / "state.json", json.dumps(self._before) + "\n")
             return
         # A message of many lines would make the table of `wmse status` unreadable.
         message = " ".join(str(error).split())[:_MESSAGE_LENGTH] or type(error).__name__

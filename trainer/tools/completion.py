@@ -41,6 +41,7 @@ def complete_options(parser: argparse.ArgumentParser) -> None:
 def add_completions(parsers: Sequence[argparse.ArgumentParser]) -> None:
     """Let the parsers know all settings as options, and the recipes as values of --config."""
     from trainer.config.help import describe
+    from trainer.config.schema import METHODS
 
     for parser in parsers:
         for action in parser._actions:
@@ -49,7 +50,8 @@ def add_completions(parsers: Sequence[argparse.ArgumentParser]) -> None:
         for setting in describe():
             name = f"--{setting.key}"
             if name not in parser._option_string_actions:  # some commands have options such as --run_dir
-                parser.add_argument(name, choices=setting.choices or None, default=argparse.SUPPRESS, help=setting.text)
+                choices = METHODS if setting.key == "method" else setting.choices
+                parser.add_argument(name, choices=choices or None, default=argparse.SUPPRESS, help=setting.text)
 
 
 def _recipes(prefix: str, **_: Any) -> list[str]:

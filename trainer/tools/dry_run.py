@@ -27,6 +27,7 @@ from trainer.tools.memory import memory_lines
 from trainer.tools.run_plan import plan_lines, plan_warnings
 
 _log = logging.getLogger(__name__)
+_LARGE_VIEWS = 128  # pixels
 
 
 def describe_run(run: Run) -> None:
@@ -69,6 +70,11 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
         )
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")
+    if not on_gpu and config.views.size >= _LARGE_VIEWS:
+        lines.append(
+            f"no GPU is used: a step of {config.data.images_per_step} images with views of {config.views.size} px takes a "
+            "minute or more on a CPU; docs/quickstart.md has settings for a small run"
+        )
     if not on_gpu:
         ignored = [name for name in ("cuda_graphs", "autotune") if getattr(config, name)]
         lines += [f"{name} has no effect on a {device.type.upper()}" for name in ignored]

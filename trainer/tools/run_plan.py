@@ -28,7 +28,7 @@ def plan_lines(config: Config, num_images: int, world_size: int) -> list[str]:
     rest = num_images - steps_per_epoch * images
     root = config.data.root or "(no data.root)"
     return [
-        f"images: {num_images} in {root}; {steps_per_epoch} steps per epoch, which leave {rest} other images unused each time",
+        f"images: {num_images} in {root}; {steps_per_epoch} steps per epoch, each of which leaves out {rest} images",
         *_schedule_lines(config, steps_per_epoch),
         _step_line(config, per_rank, world_size),
         *_size_lines(config, steps_per_epoch),

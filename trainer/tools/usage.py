@@ -56,7 +56,7 @@ USAGE = {
         (
             f"{_DEMO} --dry_run",
             "--config imagenet_rn50_wmse4_100ep --data /data/imagenet --dry_run --ranks 16",
-            "--config imagenet100_rn18_wmse4_240ep --data photos --data.train_split . --epochs 100 --run_dir runs/mine",
+            "--config photos_rn18 --data photos --data.train_split . --epochs 100 --run_dir runs/mine",
         )
     ),
     "launch": Usage(

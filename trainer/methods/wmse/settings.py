@@ -37,7 +37,10 @@ def slice_problems(config: Config, key: str, size: int, is_whitened: bool = True
         below = max(images // size, 1) * size
         above = math.ceil(images / size) * size
         nearest = " or ".join(str(n) for n in sorted({below, above}))
-        problems.append(f"data.images_per_step is {images}, not a multiple of {key} {size}: set it to {nearest}")
+        problems.append(
+            f"data.images_per_step is {images}, not a multiple of {key} {size}: set it to {nearest}, or {key} to a divisor "
+            "of it"
+        )
     return problems
 
 
