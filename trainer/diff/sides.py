@@ -47,9 +47,12 @@ class Side:
     @cached_property
     def data(self) -> dict[str, Any]:
         """Fingerprint and number of the training images; empty if no file tells."""
-        if self.starts and isinstance(self.starts[-1].get("images"), dict):
-            images = self.starts[-1]["images"]
-            return {"fingerprint": images.get("fingerprint"), "images": images.get("count")}
+        images = self.starts[-1].get("images") if self.starts else None
+        if isinstance(images, dict):
+            return {
+                "fingerprint": images.get("fingerprint"),
+                "images": images.get("count"),
+            }
         # A run of an older version only has them in its checkpoints.
         for path in reversed(self.checkpoints.values()):
             try:
@@ -59,6 +62,11 @@ class Side:
                 continue
             return dict(content.get("data", {}))
         return {}
+
+    @property
+    def knows_images(self) -> bool:
+        """Whether the files of the run tell the number of its images, on which their order depends."""
+        return type(self.data.get("images")) is int
 
     @cached_property
     def index(self) -> Index | None:
@@ -80,7 +88,8 @@ class Side:
         for start in self.starts:
             values = {key: start.get(key) for key in _OF_ENVIRONMENT}
             versions = start.get("versions")
-            values |= versions if isinstance(versions, dict) else {}
+            if isinstance(versions, dict):
+                values |= versions
             for key, value in values.items():
                 history = found.setdefault(key, [])
                 if not history or history[-1][1] != value:
@@ -117,5 +126,10 @@ def _start_of_old_run(folder: Path, problems: list[str]) -> list[dict[str, Any]]
     if not found:
         return []
     world_size = read_run(folder).state.get("world_size")
-    versions = {"torch": found["torch"]}
-    return [{"step": 0, "commit": found["commit"], "world_size": world_size, "versions": versions}]
+    start = {
+        "step": 0,
+        "commit": found["commit"],
+        "world_size": world_size,
+        "versions": {"torch": found["torch"]},
+    }
+    return [start]
