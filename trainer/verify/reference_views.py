@@ -20,12 +20,11 @@ def reference_views(encoded: list[bytes], plan: Plan, recipe: ViewsConfig) -> to
     images = [F.pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB")) for data in encoded]
     sizes = np.array([image.shape[1:] for image in images])
     windows = crop_windows(plan, recipe, sizes[:, 0], sizes[:, 1])
-    return torch.stack(
-        [
-            torch.stack([_view(image, plan, recipe, windows, row, view) for row, image in enumerate(images)])
-            for view in range(recipe.num_views)
-        ]
-    )
+    views = []
+    for view in range(recipe.num_views):
+        of_images = [_view(image, plan, recipe, windows, row, view) for row, image in enumerate(images)]
+        views.append(torch.stack(of_images))
+    return torch.stack(views)
 
 
 def reference_centre_crop(encoded: bytes, recipe: ViewsConfig) -> torch.Tensor:
@@ -43,15 +42,25 @@ def _view(
         image = _color(image, plan, row, view)
     top, left, height, width = map(int, windows[row, view])
     v = F.resized_crop(
-        image, top, left, height, width, [recipe.size] * 2, _INTERPOLATION[recipe.interpolation], antialias=True
+        image,
+        top,
+        left,
+        height,
+        width,
+        size=[recipe.size] * 2,
+        interpolation=_INTERPOLATION[recipe.interpolation],
+        antialias=True,
     )
     if plan.flip[row, view]:
         v = F.horizontal_flip(v)
     if recipe.order == "crop_first":
         v = _color(v, plan, row, view)
     sigma = float(plan.blur_sigma[row, view])
-    v = F.gaussian_blur(v, [recipe.blur_window] * 2, [sigma] * 2) if sigma else v
-    return F.solarize(v, 128) if plan.solarize[row, view] else v
+    if sigma:
+        v = F.gaussian_blur(v, [recipe.blur_window] * 2, [sigma] * 2)
+    if plan.solarize[row, view]:
+        v = F.solarize(v, 128)
+    return v
 
 
 def _color(v: torch.Tensor, plan: Plan, row: int, view: int) -> torch.Tensor:
