@@ -107,8 +107,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, as a share of the largest expected value (at least of 1e-12)."""
     actual = actual.detach().double().cpu()
     expected = expected.detach().double().cpu()
+    # Broadcasting would hide a missing dimension.
     if actual.shape != expected.shape:
         raise ValueError(f"the shape is {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    # One scale for the whole tensor: single elements may be 0 but for rounding.
     scale = expected.abs().max().clamp_min(1e-12)
     return ((actual - expected).abs().max() / scale).item()
 

@@ -104,6 +104,7 @@ def _error_of_top1(guesses: torch.Tensor, test: Features, right: int) -> float:
 def _frozen(place: Place) -> Measured:
     """Encode in two batch sizes: the features are those of one image at a time, and BatchNorm keeps its statistics."""
     config = tiny_config("wmse", images=16)
+    # The encoder of a training, as an evaluation builds it.
     model = build_encoder_network(config).to(place.device)
     # One batch in training mode moves the statistics from their initial values.
     generator = torch.Generator().manual_seed(0)
@@ -149,6 +150,7 @@ def _float64(images: Features) -> NDArray[np.float64]:
 
 def _sorted_neighbours(train: Features, test: Features, k: int, *, cosine: bool) -> tuple[NDArray, NDArray]:
     """Return similarities and numbers of the k nearest training rows of each test row, nearest first, (n, k) each."""
+    # A list of all distances needs no selection that could be wrong.
     bank = _float64(train)
     similarities = []
     for row in _float64(test):

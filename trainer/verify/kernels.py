@@ -58,6 +58,7 @@ def _shown_eps(eps: float) -> str:
 
 def _require_triton(device: torch.device) -> None:
     """Raise SkipCheck if the Triton kernels cannot run here."""
+    # The same test decides which kernels a run may use.
     reason = why_not("triton", device.type, 1, in_float64=False)
     if reason:
         raise SkipCheck(f"Triton {reason}")
@@ -104,6 +105,7 @@ def _whitening(
 
 def _float64_factor(device: torch.device) -> Measured:
     """Whiten float32 rows of condition 1e6: only a factor in float64 is as exact as this bound."""
+    # A condition of 1e6 uses up the digits of float32.
     x = _slices(4, 128, 64, condition=1e6).float().to(device)
     z = whiten(x, backend="torch", cholesky_float64=True)
     expected = torch.stack([plain.whiten(rows) for rows in x.double()])

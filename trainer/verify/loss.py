@@ -42,6 +42,7 @@ _RANKS = Ranks()  # one process
 def loss_items(place: Place) -> Iterator[Item]:
     """Yield the checks of losses."""
     device = place.device
+    # Two views have one pair, four have six, and each iteration cuts other slices.
     for num_views in (2, 4):
         for iterations in (1, 4):
             for whitening in WHITENINGS:
@@ -60,6 +61,7 @@ def loss_items(place: Place) -> Iterator[Item]:
     yield "training step, loss and gradients of all weights", partial(_step_gradients, device)
     yield "training step in bf16, loss of its embeddings", partial(_step_in_bf16, device)
     yield "training step in float32, loss, embeddings and last layer", partial(_step_in_float32, device)
+    # The methods without whitening have one check each.
     for method, measure in _OTHERS.items():
         yield method, partial(measure, device)
 
@@ -82,6 +84,7 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor:
 def _compare(ours: Loss, definition: Loss, *inputs: Tensor, bound: float = _FLOAT64) -> Measured:
     """Measure the error of value and gradient. The definition gets the inputs in float64."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    # Each side gets leaves of its own, so that their gradients stay apart.
     loss = ours(*leaves)
     gradient = _joined(torch.autograd.grad(loss, leaves))
     exact_leaves = [x.detach().double().requires_grad_() for x in inputs]
@@ -159,6 +162,7 @@ def _identity(device: torch.device, whitening: str) -> Measured:
     """Compare mean and covariance of whitened slices with 0 and I; standardised columns only have variance 1."""
     slices = _rows(4 * _SLICE, device).view(4, _SLICE, _K)
     z = whiten(slices, whitening=whitening)
+    # torch.cov takes the columns as observations.
     covariance = torch.stack([torch.cov(rows.T) for rows in z])
     if whitening == "standardise":
         covariance = torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))
@@ -242,6 +246,7 @@ def _step_gradients(device: torch.device) -> Measured:
 def _step_in_bf16(device: torch.device) -> Measured:
     """Make a step with the networks in bf16 autocast: its loss is that of its embeddings in float64."""
     config = tiny_config("wmse", images=32, views=4)
+    # Only the networks compute in bf16; the loss must see the embeddings in full precision.
     in_bf16 = replace(config, precision="bf16")
     step = train_step(in_bf16, _RANKS, device, dtype=torch.float32)
     result = step(draw_pixels(config, device), 0, 0.0)
@@ -255,6 +260,7 @@ def _step_in_float32(device: torch.device) -> Measured:
     Gradients that pass through a ReLU differ where rounding moves a value across 0, so only that of the last layer counts."""
     config = tiny_config("wmse", images=64, views=4, slice_size=64)
     step = train_step(config, _RANKS, device, dtype=torch.float32)
+    # The other step has the same weights in float64.
     exact_step = train_step(config, _RANKS, _CPU)
     exact_step.method.networks.load_state_dict(step.method.networks.state_dict())
     found = []
@@ -345,6 +351,7 @@ def _moco(device: torch.device) -> Measured:
 
 
 def _align_uniform(device: torch.device) -> Measured:
+    # Keys and queue have length 1, as the program keeps them.
     keys = _unit(8, device, 1)
     queue = _unit(12, device, 2)
 

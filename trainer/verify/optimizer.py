@@ -50,6 +50,7 @@ def _model(device: torch.device, dtype: torch.dtype) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 4), (4,), (3, 2, 3, 3), (2, 2)]
     weights = [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+    # A matrix of zeros would divide the ratio by 0.
     weights[-1].zero_()
     return nn.ParameterList(weights).to(device)
 
@@ -110,6 +111,7 @@ def _target(device: torch.device) -> Measured:
     networks: Any = step.method.networks
     before = [p.clone() for p in networks.target.parameters()]
     step(draw_pixels(config, device), TOTAL_STEPS // 2, 1.0)
+    # The target follows the weights after the update.
     online = [*networks.encoder.parameters(), *networks.projector.parameters()]
     pairs = []
     for p, old, new in zip(networks.target.parameters(), before, online, strict=True):
@@ -125,6 +127,7 @@ def _queue(device: torch.device) -> Measured:
     step = train_step(config, Ranks(), device)
     networks: Any = step.method.networks
     pixels = draw_pixels(config, device)
+    # The keys must be computed before the step, which moves the key network.
     with torch.no_grad():
         keys = networks(pixels).keys
     expected = networks.queue.clone()
@@ -183,6 +186,7 @@ def _drops() -> Measured:
         drop_epochs_before_end=(10, 5),
         drop_factor=0.2,
     )
+    # Last step before each change, and the first one after it.
     rates = {
         0: 0.0,
         4: _PEAK * 4 / 5,
@@ -199,6 +203,7 @@ def _drops() -> Measured:
 def _rules() -> Measured:
     """Check the peak by each rule, for 512 images in a step."""
     config = _config()
+    # The square root takes the number of images, the linear rule its ratio to 256.
     expected = {
         "fixed": _PEAK,
         "sqrt": _PEAK * 512**0.5,

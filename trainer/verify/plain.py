@@ -45,6 +45,7 @@ def wmse(
     normalize: bool = True,
 ) -> Tensor:
     """Compute the W-MSE loss. orders: (iterations, N), the order in which each iteration cuts the images into slices."""
+    # Rows are view-major, so a chunk is a view.
     views = v.chunk(num_views)
     distances = []
     for order in orders:
@@ -150,6 +151,7 @@ def swav(scores: Tensor, num_views: int, temperature: float, epsilon: float, ite
             q = q / q.sum(0, keepdim=True) / num_images
         targets.append((q * num_images).T)
     losses = []
+    # Each view predicts the targets of every other one.
     for a, b in permutations(range(num_views), 2):
         log_prediction = torch.log_softmax(views[b] / temperature, dim=1)
         cross_entropy = -(targets[a] * log_prediction).sum(1)
@@ -191,6 +193,7 @@ def updated(config: OptimizerConfig, w: Tensor, g: Tensor, state: dict[str, Any]
     if config.name in ("adam", "adamw"):
         return _updated_by_adam(config, w, g, state, rate)
     trust: Tensor | float = 1.0
+    # LARC scales the gradient and the decay together, and every tensor.
     if config.name == "larc":
         norm_w = w.norm()
         norm_g = g.norm()

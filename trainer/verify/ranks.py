@@ -33,9 +33,11 @@ def ranks_items(place: Place) -> Iterator[Item]:
     yield "gathered rows, loss of all rows on every rank", partial(_gather, place, _loss_of_joined_rows)
     yield "gathered candidates, loss of the own rows", partial(_gather, place, _loss_of_own_rows)
     yield "sums over ranks", partial(_gather, place, _loss_of_sums)
+    # The program normalises all views together, or each view by itself.
     for num_views in (1, 2):
         parts = "each view alone" if num_views > 1 else "all views together"
         yield f"BatchNorm over ranks, {parts}", partial(_batch_norm, place, num_views)
+    # The losses, statistics or queues of every method need the images of all ranks.
     images = _IMAGES * world_size
     steps = {
         "wmse, slices inside a rank": tiny_config("wmse", images, 2, iterations=2),
@@ -78,6 +80,7 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 
 def _loss_of_joined_rows(v: Tensor, place: Place) -> Tensor:
+    # A process without ranks has all rows already.
     joined = gather_rows(v, 2, None) if place.ranks.world_size > 1 else v
     return (_factors(len(joined), v.device) * joined.sin()).mean()
 

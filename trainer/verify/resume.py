@@ -27,7 +27,11 @@ from trainer.verify.training import tiny_config
 _STEPS = 5
 _STOP = 3
 # A method without state of its own, and one with a target network and a queue.
-_RUNS = {"wmse, adam": ("wmse", "adam"), "wmse, lars": ("wmse", "lars"), "moco, sgd": ("moco", "sgd")}
+_RUNS = {
+    "wmse, adam": ("wmse", "adam"),
+    "wmse, lars": ("wmse", "lars"),
+    "moco, sgd": ("moco", "sgd"),
+}
 
 
 def resume_items(place: Place) -> Iterator[Item]:
@@ -44,7 +48,12 @@ def _config(method: str, optimizer: str, device: torch.device) -> Config:
         config,
         device="cuda" if device.type == "cuda" else "cpu",
         data=DataConfig(root=str(demo_root()), images_per_step=32),
-        optimizer=OptimizerConfig(name=optimizer, learning_rate=0.1, learning_rate_rule="fixed", epochs=1),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(
+            name=optimizer,  # type: ignore[arg-type]
+            learning_rate=0.1,
+            learning_rate_rule="fixed",
+            epochs=1,
+        ),
         checkpoint=CheckpointConfig(every_minutes=0),
     )
 

@@ -63,6 +63,7 @@ class LocalRanks:
         self._names = names
         self._result = folder / "together.json"
         self._logs = [folder / f"rank{rank}.txt" for rank in range(LOCAL_RANKS)]
+        # The ranks run the same command, and write their checks to a file.
         words = ["verify", "--together", str(self._result), "--only", *names]
         launch = f"verify.{time.time_ns()}.{folder.name}"
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -101,6 +101,7 @@ def _views(place: Place, on_gpu: bool, recipe: ViewsConfig, of_worst_view: bool,
     from trainer.verify.dali_views import dali_views
     from trainer.verify.reference_views import reference_views
 
+    # Both draw the same plan from the same files.
     encoded = coloured_pictures(_PICTURES)
     plan = _plan(recipe)
     found = dali_views(encoded, plan, recipe, gpu)
@@ -127,6 +128,7 @@ def _loader(place: Place, on_gpu: bool) -> Measured:
         images_per_step=_PICTURES,
         images=ImageRange(0, _PICTURES),
     )
+    # Start in the middle, as after a restart.
     loader = ViewLoader(
         index,
         recipe,
@@ -140,6 +142,7 @@ def _loader(place: Place, on_gpu: bool) -> Measured:
     worst = 0.0
     for batch in loader:
         plan = planner.plan(batch.step)
+        # The pixels are compared with those of the planned images, so the order comes first.
         if batch.image_ids.tolist() != plan.image_ids.tolist():
             raise ValueError(f"step {batch.step} shows other images than planned")
         encoded = [index.read(number) for number in plan.image_ids]
@@ -154,6 +157,7 @@ def _solarisation(place: Place, on_gpu: bool) -> Measured:
     gpu = _gpu(place, on_gpu)
     from trainer.verify.dali_views import dali_views
 
+    # One view is never solarised, the other one half of the time.
     recipe = replace(_PLAIN, solarize_probability=(0.0, 0.5))
     encoded = coloured_pictures(_PICTURES)
     plan = _plan(recipe)
@@ -224,6 +228,7 @@ def _windows() -> Measured:
 
 def _distance_from_uniform(values: np.ndarray) -> float:
     """Return the largest difference between a sorted sample and the quantiles of the uniform distribution on 0..1."""
+    # The quantiles lie in the middle of equal parts.
     quantiles = (np.arange(len(values)) + 0.5) / len(values)
     return float(np.abs(np.sort(values) - quantiles).max())
 
