@@ -60,6 +60,7 @@ class Comparison:
     def identical_to(self) -> int:
         """The last step at which lines or checkpoints are known to be identical, and nothing differed before; 0: none."""
         known = [*self.equal_lines, *self.weights.same]
+        # A later equality says nothing after the first difference.
         end = self.parts_at
         before_end = [step for step in known if end is None or step < end]
         return max(before_end, default=0)
@@ -92,6 +93,7 @@ class Comparison:
 
     def _cause(self) -> str:
         """Name the differences that may be the cause: the first kind that there is."""
+        # A skipped image explains the rows better than any setting.
         if self.row is not None and self.row.skipped:
             return f"only {self.row.skipped['run']} skipped image {self.row.skipped['id']}"
         # The most likely cause comes first.
@@ -120,6 +122,7 @@ class Comparison:
             # A digest says nothing to a reader, and later differences follow from the first one.
             if entry["step"] == self.parts_at and name != "rows_digest":
                 return f"{name} is {entry['a']} instead of {entry['b']}"
+        # No logged value differs yet, but a checkpoint does.
         if self.weights.different == self.parts_at and self.weights.tensors:
             return f"the checkpoint of step {self.parts_at} differs first in {self.weights.tensors[0].name}"
         return "the rows differ"
@@ -127,6 +130,7 @@ class Comparison:
     def verdict(self) -> str:
         """Say in one sentence or two where the runs part."""
         step = self.identical_to
+        # Settings can still differ, even if no result can be compared.
         if self.nothing_compared:
             cause = f": {self._cause()}" if self.is_different else ""
             return f"The runs have no logged step and no checkpoint in common, so no result can be compared{cause}."
@@ -153,6 +157,7 @@ def compare_runs(a: Side, b: Side) -> Comparison:
         weights=compare_checkpoints(a.checkpoints, b.checkpoints),
         notes=lines.notes,
     )
+    # The digests tell between which lines the rows began to differ.
     if "rows_digest" in lines.metrics:
         _compare_rows(a, b, lines.equal_rows, lines.metrics["rows_digest"]["step"], found)
     elif lines.metrics and not _comparable_digests(a, b):
@@ -170,6 +175,7 @@ def _different_settings(a: Config, b: Config) -> list[dict[str, Any]]:
     theirs = plain_settings(b)
     found = []
     for key, declared, _ in all_settings(a):
+        # Equal settings and the folders need no mention.
         if key == "run_dir" or ours[key] == theirs[key]:
             continue
         section = key.partition(".")[0]
@@ -184,6 +190,7 @@ def _different_settings(a: Config, b: Config) -> list[dict[str, Any]]:
                 "changes_result": is_decisive and is_used,
             }
         )
+    # Sorting is stable, so each part keeps the order of the schema.
     return sorted(found, key=lambda entry: not entry["changes_result"])
 
 
@@ -192,6 +199,7 @@ def _different_environment(a: Side, b: Side) -> list[dict[str, Any]]:
     ours = a.environment()
     theirs = b.environment()
     found = []
+    # A package may be installed on one side only.
     for key in dict.fromkeys([*ours, *theirs]):
         history_a = ours.get(key, [])
         history_b = theirs.get(key, [])
@@ -199,11 +207,18 @@ def _different_environment(a: Side, b: Side) -> list[dict[str, Any]]:
         values_a = [value for _, value in history_a]
         values_b = [value for _, value in history_b]
         if values_a != values_b:
-            found.append({"key": key, "a": history_a, "b": history_b})
+            found.append(
+                {
+                    "key": key,
+                    "a": history_a,
+                    "b": history_b,
+                }
+            )
     return found
 
 
 def _different_data(a: Side, b: Side) -> dict[str, Any] | None:
+    # Without a fingerprint nothing can be said.
     if not a.data or not b.data or a.data["fingerprint"] == b.data["fingerprint"]:
         return None
     return {"a": a.data, "b": b.data}
@@ -223,6 +238,7 @@ def _compare_lines(a: Side, b: Side) -> _Lines:
     digests = _comparable_digests(a, b)
     if not digests:
         notes.append("rows_digest is not compared, because a run has none or its digests began at another step")
+    # A line holds means since the line before it, so both steps identify its interval.
     ours = dict(_with_line_before(a.lines))
     theirs = dict(_with_line_before(b.lines))
     metrics: dict[str, dict[str, Any]] = {}
@@ -246,7 +262,11 @@ def _compare_lines(a: Side, b: Side) -> _Lines:
         # The rows decide everything else, and the loss is what most readers look for.
         different.sort(key=lambda name: (name != "rows_digest", name != "loss"))
         for name in different:
-            values = {"step": step, "a": values_a[name], "b": values_b[name]}
+            values = {
+                "step": step,
+                "a": values_a[name],
+                "b": values_b[name],
+            }
             metrics.setdefault(name, values)
         if not metrics and has_same_interval:
             equal_lines.append(step)
@@ -264,6 +284,7 @@ def _with_line_before(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, tu
     before = 0
     for line in lines:
         yield line["step"], (before, line)
+        # The next line covers the steps after this one.
         before = line["step"]
 
 
@@ -277,6 +298,7 @@ def _compare_rows(a: Side, b: Side, first: int, end: int, found: Comparison) -> 
     if not (a.knows_images and b.knows_images):
         found.notes.append("rows are not compared one by one, because the number of training images is unknown")
         return
+    # Both plans are drawn once, for the search and for the digests.
     rows_of_a = RowsOfRun(a)
     rows_of_b = RowsOfRun(b)
     found.row = first_row_difference(rows_of_a, rows_of_b, first, end)
@@ -344,6 +366,7 @@ def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
         return
     plural = "" if len(lines) == 1 else "s"
     yield f"{title}: {len(lines)} difference{plural}"
+    # A text is for people; the JSON has everything.
     for line in lines[:_SHOWN]:
         yield f"  {line}"
     if len(lines) > _SHOWN:
@@ -363,6 +386,7 @@ def _history(values: Sequence[tuple[int, Any]]) -> str:
     """Return the values of all starts, with the steps at which they changed."""
     if not values:
         return "unknown"
+    # The first value holds from the beginning, so its step need not be named.
     _, first_value = values[0]
     texts = [str(first_value)]
     for step, value in values[1:]:

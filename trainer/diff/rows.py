@@ -61,6 +61,7 @@ class RowsOfRun:
         self.side = side
         self._num_images = int(side.data["images"])
         self._planner = planner_of(side.config, self._num_images)
+        # Views may be smaller in early epochs, which changes their crops.
         self._sizes = size_steps(side.config, self._planner.steps_per_epoch)
 
     def planned(self, step: int) -> NDArray[np.int64]:
@@ -89,6 +90,7 @@ class RowsOfRun:
 
     def digest(self, first: int, end: int) -> int | None:
         """Return the digest of the rows of steps first <= step < end; None if the sizes of the images are unknown."""
+        # The digest contains crops in pixels.
         if self.side.index is None:
             return None
         total = 0
@@ -133,6 +135,7 @@ def _difference_of_step(a: RowChoices, b: RowChoices) -> RowDifference | None:
         return None
     # argmax returns the first row, and later the first view.
     row = int(np.argmax(has_difference))
+    # The image decides everything else of a row, and it stands first in `_NAMES`.
     name = next(name for name, of_rows in differs.items() if of_rows[row])
     ours = getattr(a, name)[row]
     theirs = getattr(b, name)[row]

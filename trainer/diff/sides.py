@@ -47,6 +47,7 @@ class Side:
     @cached_property
     def data(self) -> dict[str, Any]:
         """Fingerprint and number of the training images; empty if no file tells."""
+        # All starts of a run train on the same images.
         images = self.starts[-1].get("images") if self.starts else None
         if isinstance(images, dict):
             return {
@@ -73,6 +74,7 @@ class Side:
         """The images that the run trains on; None if they are not here, or are others now."""
         kept = self.folder / "images.index"
         try:
+            # A run keeps the index of its images, which may have been indexed again since.
             if kept.exists():
                 index = Index(kept, Path(self.config.data.root))
             else:
@@ -80,6 +82,7 @@ class Side:
         except (InputError, OSError) as error:
             _log.warning("cannot open the images of %s, so crops are not compared: %s", self.name, error)
             return None
+        # Sizes of other images would give other crops.
         return index if index.fingerprint == self.data.get("fingerprint") else None
 
     def environment(self) -> dict[str, list[tuple[int, Any]]]:
@@ -92,6 +95,7 @@ class Side:
                 values |= versions
             for key, value in values.items():
                 history = found.setdefault(key, [])
+                # Most starts change nothing.
                 if not history or history[-1][1] != value:
                     history.append((start["step"], value))
         return found
@@ -101,6 +105,7 @@ def read_side(name: str, folder: Path) -> Side:
     """Read a run. Raises InputError if the folder is not a run, or its settings cannot be read."""
     if not (folder / "config.yaml").is_file():
         raise InputError(f"{folder} is not the folder of a run that has started: it has no config.yaml")
+    # Problems of other files are notes of the comparison; without settings there is none.
     problems: list[str] = []
     config, _ = read_config(folder / "config.yaml", problems)
     if config is None:

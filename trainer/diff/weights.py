@@ -55,6 +55,7 @@ class WeightsResult(NamedTuple):
 
 def compare_checkpoints(a: dict[int, Path], b: dict[int, Path]) -> WeightsResult:
     """Compare the checkpoints of two runs. a, b: by step."""
+    # Checkpoints of other steps cannot be compared.
     common = sorted(a.keys() & b.keys())
     same = []
     different = None
@@ -69,6 +70,7 @@ def compare_checkpoints(a: dict[int, Path], b: dict[int, Path]) -> WeightsResult
             found = [TensorDifference("the file", note=str(error))]
         if not found:
             same.append(step)
+        # Later checkpoints differ as well, which says nothing new.
         elif different is None:
             different = step
             tensors = found
@@ -110,6 +112,7 @@ def _compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
     if a.shape != b.shape or a.dtype != b.dtype:
         note = f"{tuple(a.shape)} of {a.dtype} in A, {tuple(b.shape)} of {b.dtype} in B"
         return TensorDifference(name, note=note)
+    # NaN is unequal to itself, but its bytes are not.
     if torch.equal(_bytes(a), _bytes(b)):
         return None
     # Zeros of different signs have different bits, but are equal numbers, so the first difference is one of bits.
