@@ -86,6 +86,7 @@ def read_sweep(
     tree = _read_tree(file, configs)
     problems: list[str] = []
     _check_keys(tree, problems)
+    # Seeds of the command line replace those of the file.
     seed_texts = seeds.split(",") if seeds else tree.get("seeds", ["0"])
     numbers = _seeds(seed_texts, problems)
     rows = list(_rows(tree, problems))
@@ -117,6 +118,7 @@ def read_sweep(
 
 def _read_tree(file: Path | None, configs: Sequence[Path]) -> dict[Any, Any]:
     """Return the definition as a tree of texts. Without a file, each config is a row with the name of the file."""
+    # The definition and the configs would name different rows.
     if file is not None:
         if configs:
             raise InputError(
@@ -156,6 +158,7 @@ def _seeds(texts: Sequence[Any], problems: list[str]) -> list[int]:
 
 def _rows(tree: dict[Any, Any], problems: list[str]) -> Iterator[_Row]:
     """Yield each row once for each combination of the values of `vary`."""
+    # Settings are turned into words of the command line, which are checked like those of a user.
     common = _words(tree.get("settings", {}), "settings", problems)
     if "protocols" in tree:
         common += _words({"evaluate.protocols": tree["protocols"]}, "protocols", problems)
@@ -179,6 +182,7 @@ def _rows(tree: dict[Any, Any], problems: list[str]) -> Iterator[_Row]:
         if not isinstance(content, dict):
             problems.append(f"row {name} is {content!r}: give the settings of the row as `key: value`, or {{}}")
             continue
+        # A row may have a config of its own.
         file = content.get("config", tree.get("config"))
         if not isinstance(file, str):
             problems.append(
@@ -223,6 +227,7 @@ def _check_names(rows: Sequence[_Row], problems: list[str]) -> None:
             problems.append(f"row {row.name!r} gives no name for a folder: use letters or digits")
         elif slug in names:
             problems.append(f"rows {names[slug]!r} and {row.name!r} would share the folder {slug}: rename one of them")
+        # A third row is compared with the first one as well.
         names.setdefault(slug, row.name)
 
 

@@ -49,6 +49,7 @@ def write_table(runs: Sequence[SweepRun], out: Path) -> None:
     """Print the table, and write OUT/table.json, table.md and, if the runs kept checkpoints for curves, curves.png."""
     # Collect the seeds of each row, in the order of the sweep.
     rows: dict[str, list[_Seed]] = {}
+    # A dict keeps the order of the rows.
     for run in runs:
         rows.setdefault(run.row, []).append(_read(run, runs))
     table = [_row(name, seeds) for name, seeds in rows.items()]
@@ -79,6 +80,7 @@ def _read(run: SweepRun, runs: Sequence[SweepRun]) -> _Seed:
             result = find_result(files.results, run.config, name, last)
             if result is not None:
                 trained.append(result)
+    # The untrained encoder is the same for all rows that share its settings.
     untrained = list(untrained_results(run, runs).values())
     return _Seed(run, files, unfinished, {"trained": trained, "untrained": untrained})
 
@@ -109,12 +111,17 @@ def _views_of_step(seed: _Seed) -> int:
 def _figures(seeds: Sequence[_Seed]) -> dict[str, dict[str, Any]]:
     """Return the figures of a row by their labels, each with the statistics over its seeds and the figure of the paper."""
     figures: dict[str, dict[str, Any]] = {}
+    # Some seeds may lack a protocol, if their runs are not finished.
     for seed in seeds:
         for column, results in seed.results.items():
             for result in results:
                 comparison = compare(seed.files, result)
                 for key, value in result.figures.items():
-                    empty: dict[str, Any] = {"trained": {}, "untrained": {}, "paper": None}
+                    empty: dict[str, Any] = {
+                        "trained": {},
+                        "untrained": {},
+                        "paper": None,
+                    }
                     figure = figures.setdefault(_label(result, key), empty)
                     figure[column][seed.run.seed] = value
                     if comparison and key == "top1":
@@ -260,6 +267,7 @@ def _print(table: Sequence[dict[str, Any]]) -> None:
         shown.add_section()
     console = Console()
     console.print(shown)
+    # The table has no room for reasons.
     reasons = [f"{row['row']}, {_reasons(row)}" for row in table if row["unfinished"]]
     for note in (*reasons, *_notes(table)):
         console.print(Text(printable(note)), soft_wrap=True)
