@@ -37,6 +37,7 @@ def _code_digest() -> str:
     digest = hashlib.sha256()
     for package in ("kernels", "trainer"):
         for file in sorted((root / package).rglob("*.py")):
+            # The name belongs to the digest, so that a renamed file changes it.
             digest.update(f"{file.relative_to(root)}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -48,6 +49,7 @@ def _folder() -> Path:
 
 def certificate_path(of: dict[str, Any]) -> Path:
     """Return the file of the certificate for an `identity`. Machines that share a home folder have different files."""
+    # Sorted keys give equal identities the same text.
     text = json.dumps(of, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return _folder() / f"{digest[:16]}.json"
@@ -71,6 +73,7 @@ def find_certificate(device: torch.device) -> Path | None:
     path = certificate_path(wanted)
     if path.exists():
         return path
+    # The newest one says what has changed since.
     newest = max(others, key=lambda file: file.stat().st_mtime)
     before = _read(newest)
     changed = [name for name, value in wanted.items() if before.get(name) != value]
@@ -98,6 +101,7 @@ def attach_certificate(run_dir: Path, device: torch.device) -> None:
     try:
         path = find_certificate(device)
         if path is None:
+            # It would belong to other code or another machine.
             target.unlink(missing_ok=True)
             return
         write_text(target, path.read_text())
@@ -114,6 +118,7 @@ def summary(path: Path | None) -> dict[str, Any] | None:
     except OSError:
         return None
     content = _read(path)
+    # A user may have edited the file.
     if not {"date", *_COUNTS} <= content.keys():
         return None
     return {
