@@ -49,7 +49,12 @@ def add_completions(parsers: Sequence[argparse.ArgumentParser]) -> None:
         for setting in describe():
             name = f"--{setting.key}"
             if name not in parser._option_string_actions:  # some commands have options such as --run_dir
-                parser.add_argument(name, choices=setting.choices or None, default=argparse.SUPPRESS, help=setting.text)
+                parser.add_argument(
+                    name,
+                    choices=setting.choices or None,
+                    default=argparse.SUPPRESS,
+                    help=setting.text,
+                )
 
 
 def _recipes(prefix: str, **_: Any) -> list[str]:

@@ -57,12 +57,14 @@ def plan_lines_of_step(
         num_images = len(index)
     elif not num_images:
         num_images = config.data.expected_images
+    # Too small a set would have no full step.
     check_set_size(config, num_images, warn=False)
     images = images_of_rank(ranks, config.data.images_per_step, indivisible_images(config))
     planner = planner_of(config, num_images, images)
     schedule = build_schedule(config, planner.steps_per_epoch)
     if not 0 <= step < schedule.total_steps:
         raise InputError(f"--step is {step}: the run has steps 0 to {schedule.total_steps - 1}")
+    # Views may be smaller in early epochs.
     sizes = size_steps(config, planner.steps_per_epoch)
     plan = plan_at(planner, sizes, step)
     ids = plan.image_ids
@@ -71,6 +73,7 @@ def plan_lines_of_step(
     choices = row_choices(plan, config.views, images.first, ids, image_sizes)
 
     shown = _rows(rows, images, everything=as_json)
+    # The head is the same for the table and for JSON.
     head = {
         "step": step,
         "epoch": plan.epoch,
@@ -115,9 +118,11 @@ def _rows(text: str, images: ImageRange, *, everything: bool) -> range:
         return range(images.first, end)
     if not text:
         return range(images.first, min(images.first + _DEFAULT_ROWS, end))
+    # Both ends are shown, unlike in a range of Python.
     first, colon, last = text.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal():
         raise InputError(f"--rows is {text!r}: give FIRST:LAST, such as 0:7")
+    # A rank only knows its own rows.
     if not images.first <= int(first) <= int(last) < end:
         raise InputError(f"--rows is {text}: give rows from {images.first} to {end - 1}")
     return range(int(first), int(last) + 1)
@@ -169,6 +174,7 @@ def row_entry(choices: RowChoices, plan: Plan, place: int) -> dict[str, Any]:
 def _slices_of(config: Config, step: int, images: ImageRange) -> list[Slice]:
     """Return each slice with a row of the rank."""
     slices = config.method_settings.slices(config, step)
+    # The method cuts no slices.
     if slices is None:
         return []
     # slices: (iterations, slices, M), the row of each place.
@@ -189,7 +195,11 @@ def _json(
     for entry in entries:
         yield json.dumps(entry)
     for iteration, number, rows in slices:
-        content = {"iteration": iteration, "slice": number, "rows": rows}
+        content = {
+            "iteration": iteration,
+            "slice": number,
+            "rows": rows,
+        }
         yield json.dumps(content)
 
 
@@ -213,6 +223,7 @@ def _table(
             "The images were not opened, so their names and sizes are unknown: crop is the uniform number of the first try for "
             "the area and for the ratio, and the position left, top as a share"
         )
+    # A line for each view, since the views of an image differ in everything but the image.
     lines: list[tuple[str, ...]] = [_HEADER]
     for entry in entries:
         for number, view in enumerate(entry["views"]):
@@ -222,6 +233,7 @@ def _table(
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         yield "  ".join(cells).rstrip()
+    # The first rows are shown if none are named.
     if len(entries) < head["rows"]:
         yield f"{len(entries)} of {head['rows']} rows; --rows FIRST:LAST shows others, --json all"
     for iteration, number, rows in slices:
@@ -269,6 +281,7 @@ def _mark(value: bool) -> str:
 
 def describe_rows(rows: Sequence[int]) -> str:
     """List rows, with neighbours that follow each other as FIRST-LAST."""
+    # Each run is a list of rows without a gap.
     runs: list[list[int]] = []
     for row in rows:
         if runs and row == runs[-1][-1] + 1:
