@@ -106,7 +106,7 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
     # The queue may hold the next start of a run that failed.
     if status == "failed" and job and job.state == "PENDING":
         return "requeued"
-    # SLURM has ended the job, for example because of its time limit, before the run could start.
+    # SLURM has ended the job before the run could start or continue.
     if status in ("queued", "preempted") and job and not job.is_active:
         return f"{status} (job {job.state})"
     if status not in ("starting", "running"):
