@@ -146,7 +146,7 @@ class MetricSums:
         counts = torch.stack([applied, result.skipped]).double()
         # A skipped update adds 0, even if its loss is NaN.
         self._sums += torch.cat([torch.where(applied, means, 0.0), counts])
-        # The smallest value often belongs to an update that was skipped for its sake.
+        # The smallest value often belongs to an update that was skipped because of it.
         if self._minima:
             smallest = torch.stack([values[name].double() for name in self._minima])
             self._smallest = torch.minimum(self._smallest, smallest)

@@ -84,7 +84,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation; None if all values of one side are equal, or if there are none."""
     if not len(x):
         return None
-    # It is the usual correlation, of the ranks instead of the values.
+    # Pearson's correlation, of the ranks instead of the values.
     ranks_x = _ranks(x)
     ranks_y = _ranks(y)
     a = ranks_x - ranks_x.mean()

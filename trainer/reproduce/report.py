@@ -164,8 +164,8 @@ def _print(content: Content) -> None:
             figure["verdict"],
         )
     console = Console()
-    # The sentences must stay whole when they are copied, so they are not wrapped.
     console.print(table)
+    # These lines are not wrapped, so that they can be copied whole.
     for figure in content["figures"].values():
         if "published" in figure:
             console.print(_basis(figure), soft_wrap=True, markup=False)

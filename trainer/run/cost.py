@@ -160,7 +160,7 @@ def _rapl_counter(folder: Path) -> Counter:
         wraps_at = int((folder / "max_energy_range_uj").read_text())
         return Counter(lambda: int(energy.read_text()), 1e-6, wraps_at)
     except PermissionError as error:
-        # Linux lets only root read it, since it can betray secrets.
+        # Linux restricts the counter to root, because its readings can leak secrets of other processes.
         raise OSError(error.errno, f"{energy} may only be read by root") from error
 
 

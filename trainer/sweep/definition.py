@@ -118,8 +118,8 @@ def read_sweep(
 
 def _read_tree(file: Path | None, configs: Sequence[Path]) -> dict[Any, Any]:
     """Return the definition as a tree of texts. Without a file, each config is a row with the name of the file."""
-    # The definition and the configs would name different rows.
     if file is not None:
+        # The definition and the configs would name different rows.
         if configs:
             raise InputError(
                 f"--config does not apply to the sweep {file}, which names its configs: remove one of them"

@@ -93,7 +93,7 @@ class _Sweep:
 
     def _report(self, active: _Active) -> None:
         """Print how a run has ended, and update the plan."""
-        # The result of a run may decide what the next ones have to do.
+        # If this run has not measured the untrained encoder, another run has to.
         self._plan.ended(active.run)
         seconds = time.monotonic() - active.began
         code = active.process.returncode
