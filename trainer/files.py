@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from trainer.errors import InputError
 
@@ -28,6 +29,15 @@ _ADVICE = {
     errno.EROFS: "use a folder on a disk that is not read-only",
     **_MACHINE_FAULTS,
 }
+
+
+def parse_object(line: str | bytes) -> dict[str, Any]:
+    """Return the object of a line of JSON. It is empty if the line holds anything else, such as one that was cut off."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):  # deeply nested brackets raise RecursionError
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def shipped_folder(name: str) -> Path:

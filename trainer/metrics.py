@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.data.quarantine import read_quarantine
 from trainer.distributed.ranks import Ranks
-from trainer.files import write_text
+from trainer.files import parse_object, write_text
 from trainer.methods.method import Method
 from trainer.metric import Metric
 from trainer.progress import RunBar
@@ -146,6 +146,7 @@ class MetricSums:
         counts = torch.stack([applied, result.skipped]).double()
         # A skipped update adds 0, even if its loss is NaN.
         self._sums += torch.cat([torch.where(applied, means, 0.0), counts])
+        # The smallest value often belongs to an update that was skipped because of it.
         if self._minima:
             smallest = torch.stack([values[name].double() for name in self._minima])
             self._smallest = torch.minimum(self._smallest, smallest)
@@ -162,11 +163,13 @@ class MetricSums:
         from `RunCost.own`."""
         for number, amount in enumerate(spent):
             self._spent[number].fill_(amount)  # as in Digests.put_halves, so that the host does not wait
+        # The eigenvalues of large matrices would take the host too long.
         is_large = embeddings.shape[1] > MOST_DIMENSIONS
         products = joint_products(embeddings) if is_large else sums_of_products(embeddings, num_views)
         if ranks.world_size > 1:
             dist.all_reduce(products)
         sums, smallest, rows, spent_by_all = self._over_ranks(ranks)
+        # The next line begins with empty sums.
         self._sums.zero_()
         self._smallest.fill_(torch.inf)
         applied, skipped = sums[-2:]
@@ -196,6 +199,7 @@ class MetricSums:
 
     def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         self.digests.put_halves(self._rows)
+        # One all-reduce for all sums.
         sums = torch.cat([self._sums, self._rows, self._spent])
         smallest = self._smallest.clone()
         if ranks.world_size > 1:
@@ -240,6 +244,7 @@ class Clock:
             self._step_seconds = 0.7 * self._step_seconds + 0.3 * seconds
         else:
             self._step_seconds = seconds
+        # Images of all ranks, as all of them take the same time for a step.
         images_per_s = self._images_per_step / seconds
         line = {
             "epoch": round(step / self._steps_per_epoch, 4),
@@ -299,6 +304,7 @@ class MetricsWriter:
     def show_step(self, step: int, views: Tensor) -> None:
         """Move the progress bar, and draw the first views of this start. views: (d*N, 3, S, S) uint8."""
         self._bar.move(step)
+        # Each start draws once, which shows what it trains on.
         if not self._has_views:
             for board in self._boards:
                 board.draw_views(views, step)
@@ -307,7 +313,9 @@ class MetricsWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record of `DelayedMetrics.ready` to metrics.jsonl, TensorBoard and the log. NaN and infinity are null."""
         products = record.get("products")
-        record = {**record, **(undefined_health() if products is None else measure_health(products))}
+        health = undefined_health() if products is None else measure_health(products)
+        record = {**record, **health}
+        # Warnings go by the exact values, before they are rounded for the line.
         of_method = self._method.health_warnings(record)
         of_rank = self._collapse.warnings(record)
         for warning in (*of_method, *of_rank):
@@ -316,7 +324,9 @@ class MetricsWriter:
         # A sum over ranks divided by their number; rounding removes the error of the division.
         values["skipped_steps"] = round(record["skipped_steps"])
         values["rows_digest"] = join_halves(record["rows_high"], record["rows_low"])
-        values["loss_digest"] = self._digests.chain({name: record[name] for name in ("step", "loss", *self._of_method)})
+        # The digest takes the values as they are, while the line has null for NaN.
+        exact = {name: record[name] for name in ("step", "loss", *self._of_method)}
+        values["loss_digest"] = self._digests.chain(exact)
         self._repeated.compare(values)
         self._append(json.dumps(values) + "\n")
         for board in self._boards:
@@ -360,6 +370,7 @@ def describe_line(values: Mapping[str, Any], metrics: Mapping[str, Metric], end_
         is_hidden = value is None or (metric.only_if_not_zero and value == 0)
         if metric.text and not is_hidden:
             shown.append(metric.text.format(value, **values))
+    # timedelta formats hours and days.
     time_left = timedelta(seconds=round(values["eta_seconds"]))
     head = [f"epoch {int(values['epoch'])}/{epochs}", f"step {values['step']}/{end_step}"]
     return "  ".join([*head, *shown, f"ETA {time_left}"])
@@ -400,15 +411,13 @@ def _drop_lines_after(path: Path, step: int) -> tuple[int, list[dict[str, Any]]]
     last_step = 0
     dropped = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-            is_kept = values["step"] <= step
-        except (ValueError, KeyError, TypeError, RecursionError):  # deeply nested brackets raise RecursionError
+        values = parse_object(line)
+        line_step = values.get("step")
+        if not isinstance(line_step, int):
             _log.warning("dropped an incomplete line of %s", path)
-            continue
-        if is_kept:
+        elif line_step <= step:
             kept.append(line + "\n")
-            last_step = values["step"]
+            last_step = line_step
         else:
             dropped.append(values)
     write_text(path, "".join(kept))

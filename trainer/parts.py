@@ -76,10 +76,15 @@ class WMSELoss(nn.Module):
             raise InputError(f"iterations is {iterations}: W-MSE needs at least 1")
         self.slice_size = slice_size
         self.iterations = iterations
-        self.options: dict[str, Any] = {"normalize": normalize, "eps": eps, "whitening": whitening}
+        self.options: dict[str, Any] = {
+            "normalize": normalize,
+            "eps": eps,
+            "whitening": whitening,
+        }
         self.gather = gather
         self.group = group
         self.seed = seed
+        # Each call permutes the images in another way.
         self.calls = 0
         """Number of calls so far, which state_dict keeps for the permutations of a resumed run."""
         self.failed_slices: Tensor | None = None
@@ -89,17 +94,22 @@ class WMSELoss(nn.Module):
         """Compute the loss, a scalar. views: d tensors (N, k), row i of each from image i.
 
         Raises InputError for sizes that do not fit."""
+        # A list of views is an easy mistake.
         if not all(isinstance(view, Tensor) for view in views):
             raise InputError("WMSELoss takes the views one by one: loss(first, second), or loss(*views) for a list")
-        shapes = {tuple(view.shape) for view in views}
-        if len(views) < 2 or len(shapes) != 1:
-            found = ", ".join(map(str, (tuple(view.shape) for view in views)))
+        # Views of other shapes would be joined to slices that mix images.
+        shapes = [tuple(view.shape) for view in views]
+        if len(views) < 2 or len(set(shapes)) != 1:
+            found = ", ".join(map(str, shapes))
             raise InputError(f"WMSELoss needs two or more views of equal shape (images, embedding size), got: {found}")
+        # View-major, as the loss expects it.
         v = torch.cat(views)
+        # Gathering keeps the gradients: each rank gets those of its own rows.
         if self.gather and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             v = gather_rows(v, len(views), self.group)
         num_images = len(v) // len(views)
-        orders = slice_permutations(self.seed, self.calls, num_images, self.iterations, num_images)
+        # The permutations stay inside of blocks, of which there is one here.
+        orders = slice_permutations(self.seed, self.calls, num_images, self.iterations, block=num_images)
         self.calls += 1
         loss, status = wmse_loss_with_status(
             v,
@@ -109,6 +119,7 @@ class WMSELoss(nn.Module):
             permutations=torch.from_numpy(orders).to(v.device, non_blocking=True),
             **self.options,
         )
+        # The number stays on the device, so that the caller decides when to wait for it.
         self.failed_slices = (~status.ok).sum()
         return loss
 
@@ -145,14 +156,31 @@ def train_views(
     threads: CPU threads of this rank; 0: all that it may use.
 
     Raises InputError if the images cannot be read, or if the ranks do not divide images_per_step."""
+    # The loader reads its settings from the same dataclasses as a run.
     recipe = recipe or ViewsConfig()
-    data = DataConfig(root=str(root), train_split=split, images_per_step=images_per_step, threads=threads)
+    data = DataConfig(
+        root=str(root),
+        train_split=split,
+        images_per_step=images_per_step,
+        threads=threads,
+    )
     index = open_images(data, split)
+    # The ranks come from the launcher, as in a run.
     ranks = find_ranks()
     images = images_of_rank(ranks, images_per_step)
-    planner = Planner(recipe, seed=seed, num_images=len(index), images_per_step=images_per_step, images=images)
+    planner = Planner(
+        recipe,
+        seed=seed,
+        num_images=len(index),
+        images_per_step=images_per_step,
+        images=images,
+    )
+    # Only full batches are steps.
     if not planner.steps_per_epoch:
         raise InputError(f"{root} has {len(index)} images in {split}: set images_per_step to {len(index)} or less")
+    # Steps count over all epochs, so the end of the first one is their number in an epoch.
+    if end_step is None:
+        end_step = planner.steps_per_epoch
     return ViewLoader(
         index,
         recipe,
@@ -161,6 +189,6 @@ def train_views(
         batch_size=images.count,
         device=torch.device(device),
         first_step=first_step,
-        end_step=planner.steps_per_epoch if end_step is None else end_step,
+        end_step=end_step,
         rank=ranks.rank,
     )

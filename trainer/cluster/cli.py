@@ -18,7 +18,12 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", choices=("slurm", "local"), required=True, help="submit to SLURM, or run on this machine"
     )
-    parser.add_argument("--nodes", default="1", metavar="N", help="number of nodes, or a range such as 4-8 (default 1)")
+    parser.add_argument(
+        "--nodes",
+        default="1",
+        metavar="N",
+        help="number of nodes, or a range such as 4-8 (default 1)",
+    )
     parser.add_argument(
         "--ranks_per_node", type=int, default=1, metavar="R", help="ranks on each node, one per GPU (default 1)"
     )

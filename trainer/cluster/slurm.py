@@ -55,7 +55,12 @@ def job_parameters(site: Site, *, name: str, nodes: tuple[int, int], tasks_per_n
     nodes: smallest and largest number. code: folder of the code that the job runs.
     """
     least, most = nodes
-    more = {"requeue": True, "exclusive": site.exclusive or None, "mem": site.memory or None, **site.sbatch}
+    more = {
+        "requeue": True,
+        "exclusive": site.exclusive or None,
+        "mem": site.memory or None,
+        **site.sbatch,
+    }
     tasks = []
     if least != most:
         more["nodes"] = f"{least}-{most}"
@@ -102,7 +107,12 @@ def batch_script(folder: Path, parameters: dict[str, Any], count: int) -> str:
     count: tasks of the array, 1 without array."""
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     tasks = count if count > 1 else None
-    script = _make_sbatch_string(command=command, folder=folder, map_count=tasks, **parameters)
+    script = _make_sbatch_string(
+        command=command,
+        folder=folder,
+        map_count=tasks,
+        **parameters,
+    )
     return str(script)
 
 

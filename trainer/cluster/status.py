@@ -103,8 +103,10 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
     status = files.status
     if status is None:
         return "unreadable" if files.problems else "unknown"
+    # The queue may hold the next start of a run that failed.
     if status == "failed" and job and job.state == "PENDING":
         return "requeued"
+    # SLURM has ended the job before the run could start or continue.
     if status in ("queued", "preempted") and job and not job.is_active:
         return f"{status} (job {job.state})"
     if status not in ("starting", "running"):
@@ -113,6 +115,7 @@ def _state(files: RunFiles, age: float | None, job: Job | None) -> str:
         return f"{status}?"  # written by a version without heartbeats
     if age <= runs.LOST_SECONDS and not files.process_is_gone:
         return status
+    # From here on, the run claims to be active but is silent.
     silent = f"(no heartbeat for {age / 60:.0f} min)"
     if job is None or not job.is_active:
         return f"lost {silent}"
@@ -157,6 +160,7 @@ def print_status(rows: Sequence[Row], console: Console) -> None:
 
 def _cells(row: Row) -> dict[str, list[str]]:
     """Return the texts of each column by its name. A cell with several texts shows them side by side or stacked."""
+    # The end of the run is only known after its start.
     step = _format(row["step"], "d")
     if row["total_steps"] is not None:
         step = f"{step}/{row['total_steps']}"
@@ -210,6 +214,7 @@ def _notes(row: Row) -> list[str]:
     """Return the messages about a run that are too long for the table."""
     notes = list(row["problems"])
     silent = "no heartbeat" in row["state"]
+    # What a silent run was doing last may explain why it hangs.
     if silent and row["doing"]:
         notes.append(f"its last report: the run {row['doing']}")
     if row["message"]:

@@ -77,7 +77,12 @@ def _mark_stopped(run: RunFiles) -> str:
 
 
 def _cancel(run_dir: Path, job_id: str) -> str:
-    done = subprocess.run(["scancel", "--state=PENDING", job_id], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["scancel", "--state=PENDING", job_id],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise InputError(f"scancel {job_id} failed: {done.stderr.strip()}")
     mark_run(run_dir, "stopped", DONE)

@@ -27,7 +27,7 @@ from typing import Any
 from trainer.data.index import Index
 from trainer.data.printable import printable
 from trainer.errors import InputError
-from trainer.files import write_text
+from trainer.files import parse_object, write_text
 
 FEWEST_SKIPPED = 10  # fewer skipped images never stop a run: a few bad files in a small data set are no reason to stop
 FEWEST_FOUND = 100  # if one rank found fewer skipped images, their share of the images it read says too little
@@ -148,16 +148,15 @@ def _entries_before(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the entry of a line, or None if the line is torn or not an entry."""
-    try:
-        # JSON of the wrong shape raises one of the errors below.
-        entry = json.loads(line)
-        numbers = [entry["step"], entry["id"]]
-        texts = [entry["image"], entry["problem"]]
-    except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: deeply nested brackets
-        return None
-    sound_numbers = all(type(n) is int and n >= 0 for n in numbers)
-    sound_texts = all(isinstance(text, str) for text in texts)
-    return entry if sound_numbers and sound_texts else None
+    entry = parse_object(line)
+    for key in ("step", "id"):
+        value = entry.get(key)
+        if type(value) is not int or value < 0:
+            return None
+    for key in ("image", "problem"):
+        if not isinstance(entry.get(key), str):
+            return None
+    return entry
 
 
 def _line(entry: Mapping[str, Any]) -> str:

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder, finished, running or killed")
+    parser.add_argument(
+        "run_a",
+        type=Path,
+        metavar="RUN_A",
+        help="run folder, finished, running or killed",
+    )
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the other run folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
@@ -27,6 +32,7 @@ def run_diff(options: argparse.Namespace) -> int:
     from trainer.diff.sides import read_side
     from trainer.run.folder import start_logging
 
+    # The log goes to stderr, so that stdout holds the comparison alone.
     start_logging(None, 0)
     a = read_side("A", options.run_a)
     b = read_side("B", options.run_b)
@@ -35,6 +41,7 @@ def run_diff(options: argparse.Namespace) -> int:
         print(json.dumps(_as_json(found), indent=1))
     else:
         for line in describe(a, b, found):
+            # Names in files may hold control characters.
             print(printable(line))
     if found.is_different:
         return FAILED

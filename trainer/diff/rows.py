@@ -15,7 +15,7 @@ from trainer.tools.step_plan import COLOURS, planner_of
 
 _NAMES = {
     "image_ids": "image",
-    "crop": "crop",
+    "crop": "crop (top, left, height, width)",
     "flip": "flip",
     "jitter": "change of colours",
     "factor_order": "order of the colour changes",
@@ -36,7 +36,7 @@ class RowDifference(NamedTuple):
     value: str
     a: Any
     b: Any
-    skipped: dict[str, Any] | None
+    skipped: dict[str, Any] | None = None
     """The entry of quarantine.jsonl, with the key "run", if only one run skipped the image."""
 
     def describe(self) -> str:
@@ -57,15 +57,12 @@ class RowsOfRun:
     """Draws the rows of a run again."""
 
     def __init__(self, side: Side) -> None:
-        self._side = side
-        self.num_images = int(side.data["images"])
-        self._planner = planner_of(side.config, self.num_images)
+        """side: must know the number of its images."""
+        self.side = side
+        self._num_images = int(side.data["images"])
+        self._planner = planner_of(side.config, self._num_images)
+        # Views may be smaller in early epochs, which changes their crops.
         self._sizes = size_steps(side.config, self._planner.steps_per_epoch)
-
-    @staticmethod
-    def knows_images(side: Side) -> bool:
-        """Return whether the files of a run tell the number of its images, on which the order depends."""
-        return type(side.data.get("images")) is int
 
     def planned(self, step: int) -> NDArray[np.int64]:
         """Return the images that the plan names."""
@@ -73,7 +70,7 @@ class RowsOfRun:
 
     def skipped(self, step: int) -> dict[int, dict[str, Any]]:
         """Return the skipped images that were known in a step, by number."""
-        return {entry["id"]: entry for entry in self._side.quarantine if entry["step"] <= step}
+        return {entry["id"]: entry for entry in self.side.quarantine if entry["step"] <= step}
 
     def choices(self, step: int, *, with_sizes: bool) -> RowChoices:
         """Return the choices for the images that were shown."""
@@ -83,66 +80,75 @@ class RowsOfRun:
         # As in the loader, the next image of the set that can be used replaces a skipped one.
         is_skipped = np.isin(ids, skipped)
         while is_skipped.any():
-            ids[is_skipped] = (ids[is_skipped] + 1) % self.num_images
+            ids[is_skipped] = (ids[is_skipped] + 1) % self._num_images
             is_skipped = np.isin(ids, skipped)
-        index = self._side.index
-        sizes = (index.heights[ids], index.widths[ids]) if with_sizes and index is not None else None
-        return row_choices(plan, self._side.config.views, 0, ids, sizes)
+        index = self.side.index
+        sizes = None
+        if with_sizes and index is not None:
+            sizes = (index.heights[ids], index.widths[ids])
+        return row_choices(plan, self.side.config.views, 0, ids, sizes)
 
     def digest(self, first: int, end: int) -> int | None:
         """Return the digest of the rows of steps first <= step < end; None if the sizes of the images are unknown."""
-        if self._side.index is None:
+        # The digest contains crops in pixels.
+        if self.side.index is None:
             return None
-        return sum(rows_digest(self.choices(step, with_sizes=True)) for step in range(first, end)) % 2**64
+        total = 0
+        for step in range(first, end):
+            choices = self.choices(step, with_sizes=True)
+            total += rows_digest(choices)
+        return total % 2**64
 
 
-def first_row_difference(a: Side, b: Side, first: int, end: int) -> RowDifference | None:
+def first_row_difference(a: RowsOfRun, b: RowsOfRun, first: int, end: int) -> RowDifference | None:
     """Return the first difference in the steps first <= step < end; None if the plans are the same.
 
     The runs have the same number of images in a step and of views."""
-    of_a = RowsOfRun(a)
-    of_b = RowsOfRun(b)
-    with_sizes = a.index is not None and b.index is not None
+    # Crops can only be compared in pixels, for which the sizes of the images must be known.
+    with_sizes = a.side.index is not None and b.side.index is not None
     for step in range(first, end):
-        ours = of_a.choices(step, with_sizes=with_sizes)
-        theirs = of_b.choices(step, with_sizes=with_sizes)
+        ours = a.choices(step, with_sizes=with_sizes)
+        theirs = b.choices(step, with_sizes=with_sizes)
         found = _difference_of_step(ours, theirs)
         if found is None:
             continue
-        same_plan = np.array_equal(of_a.planned(step), of_b.planned(step))
-        if found.view is None and same_plan:
-            found = found._replace(skipped=_skipped_by_one(of_a.skipped(step), of_b.skipped(step), found))
+        # Other images of the same plan come from skipped images.
+        has_same_plan = np.array_equal(a.planned(step), b.planned(step))
+        if found.view is None and has_same_plan:
+            skipped = _skipped_by_one(a.skipped(step), b.skipped(step), found)
+            found = found._replace(skipped=skipped)
         return found
     return None
 
 
 def _difference_of_step(a: RowChoices, b: RowChoices) -> RowDifference | None:
     """Return the first difference of a step: of the lowest row, its image first, then its views."""
-    differs = {}
+    # For each kind of value, whether it differs in a row.
+    differs: dict[str, NDArray[np.bool_]] = {}
     for name in (*_NAMES, "factors"):
-        ours, theirs = getattr(a, name), getattr(b, name)
+        ours = getattr(a, name)
+        theirs = getattr(b, name)
         if ours is not None and theirs is not None:
             differs[name] = (ours != theirs).reshape(len(ours), -1).any(1)
-    rows = np.stack(list(differs.values())).any(0)
-    if not rows.any():
+    has_difference = np.stack(list(differs.values())).any(0)
+    if not has_difference.any():
         return None
-    row = int(np.argmax(rows))
+    # argmax returns the first row, and later the first view.
+    row = int(np.argmax(has_difference))
+    # The image decides everything else of a row, and it stands first in `_NAMES`.
     name = next(name for name, of_rows in differs.items() if of_rows[row])
     ours = getattr(a, name)[row]
     theirs = getattr(b, name)[row]
     if name == "image_ids":
-        return RowDifference(a.step, row, None, "image", int(ours), int(theirs), None)
+        return RowDifference(a.step, row, None, "image", int(ours), int(theirs))
     by_view = (ours != theirs).reshape(len(ours), -1)
     view = int(np.argmax(by_view.any(1)))
-    value = _NAMES.get(name, "")
     if name == "factors":
         number = int(np.argmax(by_view[view]))
-        return RowDifference(
-            a.step, row, view, COLOURS[number], float(ours[view, number]), float(theirs[view, number]), None
-        )
-    if name == "crop":
-        value = "crop (top, left, height, width)"
-    return RowDifference(a.step, row, view, value, ours[view].tolist(), theirs[view].tolist(), None)
+        factor_a = float(ours[view, number])
+        factor_b = float(theirs[view, number])
+        return RowDifference(a.step, row, view, COLOURS[number], factor_a, factor_b)
+    return RowDifference(a.step, row, view, _NAMES[name], ours[view].tolist(), theirs[view].tolist())
 
 
 def _skipped_by_one(

@@ -47,9 +47,13 @@ class Side:
     @cached_property
     def data(self) -> dict[str, Any]:
         """Fingerprint and number of the training images; empty if no file tells."""
-        if self.starts and isinstance(self.starts[-1].get("images"), dict):
-            images = self.starts[-1]["images"]
-            return {"fingerprint": images.get("fingerprint"), "images": images.get("count")}
+        # All starts of a run train on the same images.
+        images = self.starts[-1].get("images") if self.starts else None
+        if isinstance(images, dict):
+            return {
+                "fingerprint": images.get("fingerprint"),
+                "images": images.get("count"),
+            }
         # A run of an older version only has them in its checkpoints.
         for path in reversed(self.checkpoints.values()):
             try:
@@ -60,11 +64,17 @@ class Side:
             return dict(content.get("data", {}))
         return {}
 
+    @property
+    def knows_images(self) -> bool:
+        """Whether the files of the run tell the number of its images, on which their order depends."""
+        return type(self.data.get("images")) is int
+
     @cached_property
     def index(self) -> Index | None:
         """The images that the run trains on; None if they are not here, or are others now."""
         kept = self.folder / "images.index"
         try:
+            # A run keeps the index of its images, which may have been indexed again since.
             if kept.exists():
                 index = Index(kept, Path(self.config.data.root))
             else:
@@ -72,6 +82,7 @@ class Side:
         except (InputError, OSError) as error:
             _log.warning("cannot open the images of %s, so crops are not compared: %s", self.name, error)
             return None
+        # Sizes of other images would give other crops.
         return index if index.fingerprint == self.data.get("fingerprint") else None
 
     def environment(self) -> dict[str, list[tuple[int, Any]]]:
@@ -80,9 +91,11 @@ class Side:
         for start in self.starts:
             values = {key: start.get(key) for key in _OF_ENVIRONMENT}
             versions = start.get("versions")
-            values |= versions if isinstance(versions, dict) else {}
+            if isinstance(versions, dict):
+                values |= versions
             for key, value in values.items():
                 history = found.setdefault(key, [])
+                # Most starts change nothing.
                 if not history or history[-1][1] != value:
                     history.append((start["step"], value))
         return found
@@ -92,6 +105,7 @@ def read_side(name: str, folder: Path) -> Side:
     """Read a run. Raises InputError if the folder is not a run, or its settings cannot be read."""
     if not (folder / "config.yaml").is_file():
         raise InputError(f"{folder} is not the folder of a run that has started: it has no config.yaml")
+    # Problems of other files are notes of the comparison; without settings there is none.
     problems: list[str] = []
     config, _ = read_config(folder / "config.yaml", problems)
     if config is None:
@@ -117,5 +131,10 @@ def _start_of_old_run(folder: Path, problems: list[str]) -> list[dict[str, Any]]
     if not found:
         return []
     world_size = read_run(folder).state.get("world_size")
-    versions = {"torch": found["torch"]}
-    return [{"step": 0, "commit": found["commit"], "world_size": world_size, "versions": versions}]
+    start = {
+        "step": 0,
+        "commit": found["commit"],
+        "world_size": world_size,
+        "versions": {"torch": found["torch"]},
+    }
+    return [start]

@@ -18,11 +18,11 @@ class TensorDifference(NamedTuple):
     """How two tensors of one name differ."""
 
     name: str
-    largest: float | None
+    largest: float | None = None
     """Largest absolute difference; None: the tensors have no elements to compare."""
-    relative: float | None
+    relative: float | None = None
     """Largest relative difference."""
-    first_index: tuple[int, ...] | None
+    first_index: tuple[int, ...] | None = None
     """Index of the first element that differs."""
     note: str = ""
 
@@ -55,6 +55,7 @@ class WeightsResult(NamedTuple):
 
 def compare_checkpoints(a: dict[int, Path], b: dict[int, Path]) -> WeightsResult:
     """Compare the checkpoints of two runs. a, b: by step."""
+    # Checkpoints of other steps cannot be compared.
     common = sorted(a.keys() & b.keys())
     same = []
     different = None
@@ -66,9 +67,10 @@ def compare_checkpoints(a: dict[int, Path], b: dict[int, Path]) -> WeightsResult
             # A running run may have deleted its oldest checkpoint in the meantime.
             if not (a[step].exists() and b[step].exists()):
                 continue
-            found = [TensorDifference("the file", None, None, None, str(error))]
+            found = [TensorDifference("the file", note=str(error))]
         if not found:
             same.append(step)
+        # Later checkpoints differ as well, which says nothing new.
         elif different is None:
             different = step
             tensors = found
@@ -80,14 +82,15 @@ def compare_tensors(a: dict[str, Any], b: dict[str, Any]) -> list[TensorDifferen
     ours = _tensors(a)
     theirs = _tensors(b)
     found = []
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name not in ours or name not in theirs:
-            only = "A" if name in ours else "B"
-            found.append(TensorDifference(name, None, None, None, f"only in {only}"))
-            continue
-        difference = _compare(name, ours[name], theirs[name])
-        if difference is not None:
-            found.append(difference)
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in ours:
+            found.append(TensorDifference(name, note="only in B"))
+        elif name not in theirs:
+            found.append(TensorDifference(name, note="only in A"))
+        else:
+            difference = _compare(name, ours[name], theirs[name])
+            if difference is not None:
+                found.append(difference)
     return found
 
 
@@ -108,18 +111,22 @@ def _tensors(content: dict[str, Any]) -> dict[str, Tensor]:
 def _compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
     if a.shape != b.shape or a.dtype != b.dtype:
         note = f"{tuple(a.shape)} of {a.dtype} in A, {tuple(b.shape)} of {b.dtype} in B"
-        return TensorDifference(name, None, None, None, note)
+        return TensorDifference(name, note=note)
+    # NaN is unequal to itself, but its bytes are not.
     if torch.equal(_bytes(a), _bytes(b)):
         return None
-    ours = a.double()
-    theirs = b.double()
-    # Zeros of different signs have different bits, but are equal numbers.
+    # Zeros of different signs have different bits, but are equal numbers, so the first difference is one of bits.
     differs = (_bytes(a) != _bytes(b)).view(*a.shape, -1).any(-1)
     first = tuple(differs.nonzero()[0].tolist())
+    ours = a.double()
+    theirs = b.double()
     distance = (ours - theirs).abs()
+    # The smallest positive number keeps two zeros from being divided by zero.
     scale = torch.maximum(ours.abs(), theirs.abs()).clamp_min(torch.finfo(torch.float64).tiny)
-    return TensorDifference(name, distance.max().item(), (distance / scale).max().item(), first)
+    relative = distance / scale
+    return TensorDifference(name, distance.max().item(), relative.max().item(), first)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, one after the other."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -36,8 +36,18 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", nargs="+", choices=_NAMES, default=_NAMES, metavar="FAULT", help=f"faults: {', '.join(_NAMES)}"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random steps at which faults happen (default 0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the results to this JSON file")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the random steps at which faults happen (default 0)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="also write the results to this JSON file",
+    )
 
 
 def run_drill(own: argparse.Namespace) -> int:
@@ -62,14 +72,20 @@ def run_drill(own: argparse.Namespace) -> int:
     except TrainingFailedError as error:
         _log.error("%s", error)
         return FAILED
+    # The table is printed before the file is written, in case that fails.
     results = [asdict(row) for row in rows]
     print(table(results))
     if own.out:
-        facts = {"seed": own.seed, "seconds": round(time.monotonic() - began), "file_system": str(own.folder.resolve())}
+        facts = {
+            "seed": own.seed,
+            "seconds": round(time.monotonic() - began),
+            "file_system": str(own.folder.resolve()),
+        }
         write_text(own.out, json.dumps(facts | {"rows": results} | provenance(torch.device("cpu")), indent=1) + "\n")
     if any(row.wrong for row in rows):
         _log.error("not every run ended as it should: its files are in %s", folder)
         return FAILED
+    # The files of a wrong result are evidence, others are not.
     shutil.rmtree(folder)
     return DONE
 
@@ -79,6 +95,7 @@ def _drill(folder: Path, outputs: Path, names: Sequence[str], seed: int) -> list
     from trainer.drill.scenarios import SCENARIOS
     from trainer.drill.toy import Toy
 
+    # Every scenario is compared with a run that nothing disturbs.
     toy = Toy(folder, outputs)
     whole = toy.new_run()
     if problems := toy.finish(whole):
@@ -88,6 +105,7 @@ def _drill(folder: Path, outputs: Path, names: Sequence[str], seed: int) -> list
     rows = []
     for name in names:
         scenario, template = SCENARIOS[name]
+        # The lists must not be those of the template, which another drill would share.
         row = replace(template, tries=1, updates_lost=[], wrong=[])
         try:
             scenario(toy, whole, row, rng)

@@ -27,6 +27,7 @@ def killed(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
     for first, last in ((1, STEPS // 2), (STEPS // 2, STEPS - 10)):
         run = toy.start(run_dir)
         run.wait_for_step(rng.randrange(first, last))
+        # SIGKILL leaves no time to save anything.
         run.send(signal.SIGKILL)
         run.wait()
         row.strikes += 1
@@ -41,6 +42,7 @@ def suspended(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
     run.wait_for_step(rng.randrange(1, STEPS // 2))
     run.send(signal.SIGSTOP)
     time.sleep(_SUSPENDED_SECONDS)
+    # The watchdog must not take the pause for a hang.
     run.send(signal.SIGCONT)
     row.strikes += 1
     row.wrong += _end(run) or differences(run_dir, whole)
@@ -49,7 +51,9 @@ def suspended(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
 def _end(run: ToyRun) -> list[str]:
     """Wait for the end of a run. Returns what went wrong."""
     code = run.wait()
-    return [f"exit code {code}: {run.output()}"] if code else []
+    if code == 0:
+        return []
+    return [f"exit code {code}: {run.output()}"]
 
 
 def preempted(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
@@ -57,7 +61,10 @@ def preempted(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None:
     run_dir = toy.new_run()
     other = rng.choice([signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
     # Late enough in the run that the second signal finds a resumed run, and early enough that it has not ended.
-    steps = {signal.SIGTERM: rng.randrange(1, STEPS // 2), other: rng.randrange(STEPS // 2, STEPS - 10)}
+    steps = {
+        signal.SIGTERM: rng.randrange(1, STEPS // 2),
+        other: rng.randrange(STEPS // 2, STEPS - 10),
+    }
     for number, step in steps.items():
         run = toy.start(run_dir)
         run.wait_for_step(step)
@@ -93,8 +100,9 @@ def _fill(folder: Path, run: ToyRun) -> tuple[str, Callable[[], object]]:
     if free > _ROOM:
         # The hard limit stays, so that the soft one can be raised again.
         _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (_SMALL_FILES, most))
-        return "a limit on the size of files", lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
+        limit = resource.RLIMIT_FSIZE
+        resource.prlimit(pid, limit, (_SMALL_FILES, most))
+        return "a limit on the size of files", lambda: resource.prlimit(pid, limit, (most, most))
     filler = folder / "filler"
     block = bytes(1 << 20)
     with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -144,6 +152,7 @@ def torn_checkpoint(toy: Toy, whole: Path, row: Row, rng: random.Random) -> None
     """Cut the newest checkpoint of a run, as a node does that loses power."""
     run_dir = toy.new_run()
     row.wrong += toy.finish(run_dir, max_steps=6 * SAVE_EVERY)
+    # Names hold the step with leading zeros, so the largest name is the newest.
     newest = max((run_dir / "checkpoints").glob("step_*.pt"))
     data = newest.read_bytes()
     newest.write_bytes(data[: rng.randrange(len(data))])

@@ -29,20 +29,32 @@ def lost_updates(run_dir: Path) -> int:
     """Return the number of logged steps beyond the newest checkpoint of a run."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
+    # A kill may have cut the last line.
     logged = [json.loads(line)["step"] for line in lines if line.endswith("}")]
-    saved = [int(path.stem.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*.pt")]
-    return max([0, *logged]) - max([0, *saved])
+    checkpoints = (run_dir / "checkpoints").glob("step_*.pt")
+    saved = [int(path.stem.removeprefix("step_")) for path in checkpoints]
+    return max(logged, default=0) - max(saved, default=0)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows, each as a dict of the fields of `Row`, as a Markdown table."""
+    # The columns are fields of `Row`; two of them are counted here.
     lines = [
         "| fault | how injected | tries | strikes | updates made again, mean (most) | should | did not |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        # Faults that end no process lose no updates.
         lost = row["updates_lost"]
         again = f"{sum(lost) / len(lost):.1f} ({max(lost)})" if lost else "none"
-        cells = (row["fault"], row["injected"], row["tries"], row["strikes"], again, row["expected"], len(row["wrong"]))
+        cells = (
+            row["fault"],
+            row["injected"],
+            row["tries"],
+            row["strikes"],
+            again,
+            row["expected"],
+            len(row["wrong"]),
+        )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

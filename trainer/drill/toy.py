@@ -46,6 +46,7 @@ class ToyRun:
 
     def step(self) -> int:
         """Return the number of steps that the run has logged."""
+        # A line without its end is still being written.
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         return sum(line.endswith(b"}") for line in lines)
@@ -92,6 +93,7 @@ class Toy:
         self._runs = 0
         write_text(folder / "toy.yaml", _SETTINGS)
         index = open_images(DataConfig(root=str(shipped_folder("demo_data"))), "train")
+        # An image folder, whose files a scenario can damage one by one.
         images = folder / "images" / "train" / "photographs"
         images.mkdir(parents=True)
         for number in range(_IMAGES):
@@ -118,7 +120,10 @@ class Toy:
         own = Path(__file__).parents[2]
         # A launcher's variables would make the toy run wait for other ranks.
         kept = {key: value for key, value in os.environ.items() if key not in _LAUNCHERS}
-        environment = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(own), *sys.path])}
+        environment = kept | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(own), *sys.path]),
+        }
         # In a session of its own, so that Ctrl-C in a terminal does not reach it.
         with output.open("ab") as file:
             process = subprocess.Popen(

@@ -47,10 +47,16 @@ def load_classifier(folder: str | Path, device: str | torch.device = "cpu") -> C
     path = folder / CONFIG
     encoder = load_encoder(folder)
     own: dict[str, Any] = json.loads(path.read_bytes()).get(KEY, {})
+    # An exported encoder has the same files, but no head.
     if "head" not in own:
         raise InputError(f"{folder} holds an encoder without a classifier: give a folder that finetune.save_to wrote")
+    # The name of the layer depends on the backbone, as timm names it.
     weights = read_weights(folder / WEIGHTS)
     weight = weights[f"{own['head']}.weight"]
-    head = nn.Linear(weight.shape[1], weight.shape[0])
-    head.load_state_dict({"weight": weight, "bias": weights[f"{own['head']}.bias"]})
-    return Classifier(encoder, head.requires_grad_(False), own["class_names"]).to(device).eval()
+    bias = weights[f"{own['head']}.bias"]
+    num_classes, num_features = weight.shape
+    head = nn.Linear(num_features, num_classes)
+    head.load_state_dict({"weight": weight, "bias": bias})
+    head.requires_grad_(False)
+    classifier = Classifier(encoder, head, own["class_names"])
+    return classifier.to(device).eval()

@@ -50,9 +50,25 @@ def add_features_arguments(parser: argparse.ArgumentParser) -> None:
         help="run folder, checkpoint file, exported folder, timm:NAME, torchvision:NAME, or weights of another program as "
         "timm:NAME=FILE or torchvision:NAME=FILE",
     )
-    parser.add_argument("images", type=Path, metavar="IMAGES", help="folder of images, or prepared set with --split")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write: .npz or .parquet")
-    parser.add_argument("--split", default=".", metavar="SPLIT", help="split of a data set (default: the whole folder)")
+    parser.add_argument(
+        "images",
+        type=Path,
+        metavar="IMAGES",
+        help="folder of images, or prepared set with --split",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file to write: .npz or .parquet",
+    )
+    parser.add_argument(
+        "--split",
+        default=".",
+        metavar="SPLIT",
+        help="split of a data set (default: the whole folder)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto: a GPU if there is one)"

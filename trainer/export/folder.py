@@ -99,7 +99,10 @@ def write_weights(
     of_head = {}
     if head:
         layer = known["classifier"]
-        state |= {f"{layer}.weight": head.weight.detach().cpu(), f"{layer}.bias": head.bias.detach().cpu()}
+        state |= {
+            f"{layer}.weight": head.weight.detach().cpu(),
+            f"{layer}.bias": head.bias.detach().cpu(),
+        }
         of_head = {"head": layer, "class_names": list(class_names)}
     with atomic_write(folder / WEIGHTS) as file:
         file.write(save(state))
@@ -124,7 +127,10 @@ def write_weights(
         "onnx_input": "pixels: uint8 (N, 3, size, size), RGB, 0..255; the graph normalises them",
         "class_names": encoder.class_names,
         "sha256": encoder.sha256,
-        "provenance": {**encoder.facts, "exported_by": f"{trainer.__version__}, commit {git_commit()}"},
+        "provenance": {
+            **encoder.facts,
+            "exported_by": f"{trainer.__version__}, commit {git_commit()}",
+        },
         **of_head,
     }
     # With its own stem the network is not one that timm builds. timm then refuses this name, instead of building another.

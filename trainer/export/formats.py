@@ -114,4 +114,8 @@ def _compare(encoder: Encoder, other: Callable[[Tensor], Tensor], library: str) 
         raise RuntimeError(f"{library} computes other features from the export (relative difference {difference:.2g})")
 
 
-FORMATS = {"timm": _write_timm, "torchvision": _write_torchvision, "onnx": _write_onnx}
+FORMATS = {
+    "timm": _write_timm,
+    "torchvision": _write_torchvision,
+    "onnx": _write_onnx,
+}

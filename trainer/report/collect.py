@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from trainer.config.evaluation import PROTOCOLS
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
 from trainer.errors import InputError
+from trainer.files import parse_object
 from trainer.run.starts import read_starts
 
 _SOURCE = re.compile(r"^( *)(\w+):(.*?)(?:  # (.*))?$")  # a line of config.yaml: indent, name, value, source
@@ -196,12 +196,9 @@ def read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     found = []
     num_damaged = 0
     for line in _read_bytes(path, problems).splitlines():
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            values = None
+        values = parse_object(line)
         # A line of a program that was killed may be cut, or hold anything.
-        if isinstance(values, dict) and number(values, "step") is not None:
+        if number(values, "step") is not None:
             found.append(values)
         else:
             num_damaged += 1
@@ -279,5 +276,9 @@ def read_log(path: Path, problems: list[str]) -> dict[str, str]:
         match = _COMMIT.search(line)
         if match:
             commit, torch, device = match.groups()
-            return {"commit": commit, "torch": torch, "device": device}
+            return {
+                "commit": commit,
+                "torch": torch,
+                "device": device,
+            }
     return {}

@@ -16,12 +16,14 @@ _LEAST_POINTS = 3  # the ranks of two points always agree or disagree entirely
 
 def checkpoint_health(run: Run, key: str) -> tuple[list[float], list[float]]:
     """Return epoch and value of a metric at each evaluated checkpoint of a run, in the order of the steps."""
-    steps = sorted({result.step for result in run.results if result.is_of_run and result.step is not None})
+    # Several protocols may have measured a checkpoint.
+    steps = {result.step for result in run.results if result.is_of_run and result.step is not None}
     epochs: list[float] = []
     values: list[float] = []
-    for step in steps:
+    for step in sorted(steps):
         line = _line_of(run, step)
-        epoch, value = number(line, "epoch"), number(line, key)
+        epoch = number(line, "epoch")
+        value = number(line, key)
         if epoch is not None and value is not None:
             epochs.append(epoch)
             values.append(value)
@@ -39,13 +41,20 @@ def describe_correlations(run: Run) -> list[str]:
     accuracies = _accuracies(run)
     sentences = []
     for key, name in HEALTH.items():
+        # Each measure is compared with each accuracy by itself.
         for label, points in accuracies.items():
-            pairs = [(number(line, key), accuracy) for line, accuracy in points]
-            known = [(value, accuracy) for value, accuracy in pairs if value is not None]
-            found = spearman([value for value, _ in known], [accuracy for _, accuracy in known])
-            if len(known) >= _LEAST_POINTS and found is not None:
+            # A run of an older program lacks the values.
+            values = []
+            known = []
+            for line, accuracy in points:
+                value = number(line, key)
+                if value is not None:
+                    values.append(value)
+                    known.append(accuracy)
+            found = spearman(values, known)
+            if len(values) >= _LEAST_POINTS and found is not None:
                 what = "logged lines" if label == "online probe" else "checkpoints"
-                sentences.append(f"{name} and {label}: {found:+.2f}, a correlation over {len(known)} {what}")
+                sentences.append(f"{name} and {label}: {found:+.2f}, a correlation over {len(values)} {what}")
     return sentences
 
 
@@ -55,26 +64,39 @@ def _accuracies(run: Run) -> dict[str, list[tuple[dict[str, Any], float]]]:
     for result in run.results:
         if not result.is_of_run or result.step is None:
             continue
-        for figure, value in result.figures.items():
+        line = _line_of(run, result.step)
+        for figure, accuracy in result.figures.items():
             if figure.endswith("top1"):
                 words = figure.replace("_", " ").replace("top1", "top-1")
-                found.setdefault(f"{result.label}, {words}", []).append((_line_of(run, result.step), value))
+                points = found.setdefault(f"{result.label}, {words}", [])
+                points.append((line, accuracy))
+    # A run without evaluations may still have an online probe.
     if not found:
-        probe = [(line, number(line, "probe_top1")) for line in run.lines]
-        found["online probe"] = [(line, value) for line, value in probe if value is not None]
+        points = found.setdefault("online probe", [])
+        for line in run.lines:
+            probe = number(line, "probe_top1")
+            if probe is not None:
+                points.append((line, probe))
     return found
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation; None if all values of one side are equal, or if there are none."""
-    ranks = np.array([_ranks(x), _ranks(y)])
-    centred = ranks - ranks.mean(axis=1, keepdims=True) if len(x) else ranks
-    spread = float(np.sqrt((centred**2).sum(axis=1).prod()))
-    return float((centred[0] * centred[1]).sum()) / spread if spread else None
+    if not len(x):
+        return None
+    # Pearson's correlation, of the ranks instead of the values.
+    ranks_x = _ranks(x)
+    ranks_y = _ranks(y)
+    a = ranks_x - ranks_x.mean()
+    b = ranks_y - ranks_y.mean()
+    spread = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / spread if spread else None
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the rank of each value; equal values share the mean of their ranks."""
     _, which, counts = np.unique(np.array(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    # Equal values take the ranks from last - count + 1 to last.
     last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[which]
+    mean_ranks = last - (counts - 1) / 2
+    return mean_ranks[which]

@@ -130,6 +130,7 @@ def _printable(value: Any) -> Any:
 
 def _svg_uri(svg: bytes) -> str:
     """Return an SVG file as a data URI, so that the page needs no other file."""
+    # Base64 takes any character of the labels.
     encoded = base64.b64encode(svg).decode()
     return f"data:image/svg+xml;base64,{encoded}"
 
@@ -288,6 +289,7 @@ def _training_curves(runs: Sequence[Run]) -> list[Plot]:
 
 def _is_wide(curves: Sequence[Curve]) -> bool:
     """Return whether the values need a logarithmic axis, and can have one."""
+    # A logarithmic axis needs values above 0.
     smallest = min(min(curve.y) for curve in curves)
     largest = max(max(curve.y) for curve in curves)
     return smallest > 0 and largest / smallest > _WIDE_RATIO
@@ -295,6 +297,7 @@ def _is_wide(curves: Sequence[Curve]) -> bool:
 
 def _describe(title: str, curves: Sequence[Curve]) -> str:
     """Describe a plot for those who do not see it."""
+    # A text for screen readers: the value that a reader looks for first.
     last_value = curves[0].y[-1]
     return f"{title} against the epoch, last value {last_value:.4g}"
 
@@ -338,6 +341,7 @@ def _accuracy(runs: Sequence[Run]) -> list[Plot]:
 def _health(runs: Sequence[Run]) -> list[Plot]:
     """Draw RankMe and LiDAR of the embeddings at the evaluated checkpoints."""
     plots = []
+    # Only evaluated checkpoints, so that the plot stands beside those of the accuracies.
     for key, name in HEALTH.items():
         curves = []
         for i, run in enumerate(runs):

@@ -139,12 +139,33 @@ def draw_bands(plots: Mapping[str, Sequence[Band]], xlabel: str) -> bytes:
                 # Where the colours repeat, the kind of the line differs.
                 repeats = sum(earlier.color == band.color for earlier in bands[:number])
                 style = _LINE_STYLES[repeats % len(_LINE_STYLES)]
-                axes.plot(band.x, y, style, marker="o", markersize=3, color=band.color, label=_short(band.label))
+                axes.plot(
+                    band.x,
+                    y,
+                    style,
+                    marker="o",
+                    markersize=3,
+                    color=band.color,
+                    label=_short(band.label),
+                )
                 # A spread that is not known (NaN) draws no band.
-                axes.fill_between(band.x, y - spread, y + spread, color=band.color, alpha=0.12, linewidth=0)
+                axes.fill_between(
+                    band.x,
+                    y - spread,
+                    y + spread,
+                    color=band.color,
+                    alpha=0.12,
+                    linewidth=0,
+                )
         # One legend, beside the plots, because many bands leave no free place inside.
         handles, labels = max((axes.get_legend_handles_labels() for axes in drawn), key=lambda found: len(found[0]))
-        figure.legend(handles, labels, loc="outside right center", fontsize=7, frameon=False)
+        figure.legend(
+            handles,
+            labels,
+            loc="outside right center",
+            fontsize=7,
+            frameon=False,
+        )
         file = io.BytesIO()
         # A PNG can be shown beside a Markdown table, where an SVG often cannot.
         figure.savefig(file, format="png", dpi=150)

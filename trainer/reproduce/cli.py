@@ -43,6 +43,7 @@ def run_reproduce(file: Path | None, own: argparse.Namespace, settings: Sequence
 
     name = file.stem
     recipe = _recipe(file)
+    # The two protocols of the paper, and those for which something else is published.
     protocols = tuple(dict.fromkeys(["linear", "knn", *published_figures(name)]))
     words = [*settings, f"--evaluate.protocols={','.join(protocols)}"]
     config = load_config(file, words)
@@ -62,13 +63,16 @@ def _recipe(file: Path) -> Config:
     """Return the published settings: those of the shipped recipe of this name, or else of the file."""
     # A changed copy of a recipe is not the recipe.
     shipped = shipped_folder("configs") / f"{file.stem}.yaml"
-    return load_config(shipped if shipped.exists() else find_config(file), [])
+    path = shipped if shipped.exists() else find_config(file)
+    return load_config(path, [])
 
 
 def _check_seed(config: Config) -> None:
     """Raise InputError if the run folder holds a run of another seed, whose results would be taken for those of this one."""
     file = Path(config.run_dir) / "config.yaml"
-    seed = load_config(file, []).seed if file.exists() else config.seed
+    if not file.exists():
+        return
+    seed = load_config(file, []).seed
     if seed != config.seed:
         raise InputError(f"{config.run_dir} holds a run of seed {seed}, not {config.seed}: add --seed {seed}")
 
@@ -76,7 +80,9 @@ def _check_seed(config: Config) -> None:
 def _changes(config: Config, recipe: Config, protocols: Sequence[str]) -> list[str]:
     """List the settings that change the figures and differ from the recipe, also those of a run that exists already."""
     file = Path(config.run_dir) / "config.yaml"
-    configs = [config, load_config(file, [])] if file.exists() else [config]
+    configs = [config]
+    if file.exists():
+        configs.append(load_config(file, []))
     before = plain_settings(recipe)
     beginnings = (*_OF_FIGURES, *(f"{name}." for name in protocols))
     changed: list[str] = []
@@ -144,6 +150,11 @@ def _evaluate(config: Config, found: dict[str, dict[str, Any]], ranks: Ranks) ->
     words = ["--run_dir", config.run_dir, "--checkpoint", last_checkpoint(config), *changed_words(config)]
     # After a training on several ranks, rank 0 evaluates alone, because ranks meet only once in a process.
     if ranks.world_size > 1:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK=str(ranks.local_rank), LOCAL_WORLD_SIZE="1")
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK=str(ranks.local_rank),
+            LOCAL_WORLD_SIZE="1",
+        )
     with redirect_stdout(sys.stderr):
         return main(["evaluate", *words, f"--evaluate.protocols={','.join(missing)}"])

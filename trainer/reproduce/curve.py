@@ -52,26 +52,40 @@ def check_progress(config: Config, name: str) -> int:
     table = Table("protocol", "epoch", "this run", "curve", "expected (95 %)", "", title=f"{name}, so far")
     for point in points:
         low, high = point.interval
-        top1 = f"{point.result.content['top1']:.2f}"
-        curve = f"{point.expected.top1:.2f}"
-        table.add_row(point.result.label, f"{point.epoch:.4g}", top1, curve, f"{low:.2f} to {high:.2f}", point.word)
+        table.add_row(
+            point.result.label,
+            f"{point.epoch:.4g}",
+            f"{point.result.content['top1']:.2f}",
+            f"{point.expected.top1:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            point.word,
+        )
     console = Console()
     console.print(table)
+    # All points share the source and the seeds of the curve.
     expected = points[0].expected
     console.print(f"curve: {expected.source}; spread over seeds: {expected.spread_source}", soft_wrap=True)
-    return FAILED if any(point.word == _WORDS[BELOW] for point in points) else DONE
+    is_behind = any(point.word == _WORDS[BELOW] for point in points)
+    return FAILED if is_behind else DONE
 
 
 def compare(config: Config, curve: dict[str, Any]) -> list[Point]:
     """Return the newest measured checkpoint beside the curve, a point for each protocol that has measured it."""
     run_dir = Path(config.run_dir)
+    # The curve goes by epochs, and a result knows its step.
     total_steps = whole(read_run(run_dir).state, "total_steps")
     if not total_steps:
         return []
     results = read_results(run_dir / "eval", total_steps / config.optimizer.epochs, [])
-    for step in sorted({result.step for result in results if result.step is not None}, reverse=True):
-        found = [find_result(results, config, protocol, str(step)) for protocol in curve["top1"]]
-        points = [point for result in found if result and (point := _point(result, curve))]
+    steps = {result.step for result in results if result.step is not None}
+    # The newest checkpoint may lie outside of the curve, or have been measured by other protocols.
+    for step in sorted(steps, reverse=True):
+        points = []
+        for protocol in curve["top1"]:
+            result = find_result(results, config, protocol, str(step))
+            point = _point(result, curve) if result else None
+            if point is not None:
+                points.append(point)
         if points:
             return points
     return []
@@ -88,6 +102,7 @@ def _point(result: Result, curve: dict[str, Any]) -> Point | None:
     means = [mean_of(values, curve["source"]) for values in by_epoch]
     top1 = float(np.interp(epoch, epochs, [mean.top1 for mean in means]))
     # The spread of a few seeds at one epoch says little, so all epochs share the root of the mean variance.
-    spread = statistics.fmean(mean.spread**2 for mean in means) ** 0.5
-    expected = means[0]._replace(top1=top1, spread=spread)
-    return Point(result, epoch, expected, expected_interval(expected, result.content["test_images"]))
+    variance = statistics.fmean(mean.spread**2 for mean in means)
+    expected = means[0]._replace(top1=top1, spread=variance**0.5)
+    interval = expected_interval(expected, result.content["test_images"])
+    return Point(result, epoch, expected, interval)

@@ -43,7 +43,12 @@ def check_data(config: Config, name: str, recipe: Config) -> tuple[dict[str, dic
             continue
         index = open_images(data, split, progress=True)
         names = _names_with_images(index)
-        found[split] = {"images": len(index), "classes": len(names), "fingerprint": index.fingerprint}
+        found[split] = {
+            "images": len(index),
+            "classes": len(names),
+            "fingerprint": index.fingerprint,
+        }
+        # Each comparison is left out where nothing is published about the set.
         if images not in (0, len(index)):
             differences.append(f"images of {split}: {images} -> {len(index)}")
         if facts.get("classes", len(names)) != len(names):
@@ -58,7 +63,8 @@ def check_data(config: Config, name: str, recipe: Config) -> tuple[dict[str, dic
 
 def _names_with_images(index: Index) -> list[str]:
     """Return the names of the classes that have images."""
-    numbers = np.unique(index.labels[index.labels >= 0])
+    is_labelled = index.labels >= 0
+    numbers = np.unique(index.labels[is_labelled])
     return [index.class_names[number] for number in numbers]
 
 

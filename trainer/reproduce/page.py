@@ -35,6 +35,7 @@ _COLUMNS = ("config", "published", "this program", "verdict", "hardware", "train
 def results_page(folder: Path = REPRODUCTIONS) -> str:
     """Return the page. folder: holds a reproduction.json under any name for each reproduction."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    # Sorted, so that the page does not depend on the file system.
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
         found.setdefault(content["config"], []).append((path.name, content))
@@ -42,23 +43,39 @@ def results_page(folder: Path = REPRODUCTIONS) -> str:
     # The order of the paper's tables, and then the recipes that are not in the paper.
     names = [*PAPER, *(name for name in configs if name not in PAPER)]
     parts = [_HEAD]
+    # A section for each data set, with which the names of its recipes begin.
     for start, facts in SETS.items():
-        lines = [line for name in names if name.startswith(start) for line in _lines(name, found.get(name, []))]
         title = facts["title"][0].upper() + facts["title"][1:]
-        parts.append("\n".join([f"## {title}\n", _row(_COLUMNS), "|---" * len(_COLUMNS) + "|", *lines]) + "\n")
-    notes = [f"- `{file}`: {one['note']}" for several in found.values() for file, one in several if "note" in one]
+        lines = [f"## {title}", ""]
+        lines.append(_row(_COLUMNS))
+        lines.append("|---" * len(_COLUMNS) + "|")
+        for name in names:
+            if name.startswith(start):
+                lines += _lines(name, found.get(name, []))
+        parts.append(_section(lines))
+    notes = []
+    for reproductions in found.values():
+        for file, content in reproductions:
+            if "note" in content:
+                notes.append(f"- `{file}`: {content['note']}")
     if notes:
-        parts.append("\n".join(["## Notes\n", *notes]) + "\n")
+        parts.append(_section(["## Notes", "", *notes]))
     return "\n".join(parts)
+
+
+def _section(lines: Sequence[str]) -> str:
+    return "\n".join(lines) + "\n"
 
 
 def _lines(name: str, reproductions: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     """Return a line for each reproduction of a recipe, or one that says that there is none."""
     published = published_figures(name)
     figures = {protocol: figure.top1 for protocol, figure in published.items()}
-    first = [f"`{name}`", _pair(figures) + (" (own)" if name in OWN else "")]
+    whose = " (own)" if name in OWN else ""
+    first = [f"`{name}`", f"{_pair(figures)}{whose}"]
     if not reproductions:
-        return [_row([*first, "not run", "", "", "", ""])]
+        empty = [""] * (len(_COLUMNS) - len(first) - 1)
+        return [_row([*first, "not run", *empty])]
     return [_row([*first, *_cells(file, content)]) for file, content in reproductions]
 
 
@@ -71,25 +88,38 @@ def _cells(file: str, content: dict[str, Any]) -> list[str]:
     if content["differences"]:
         verdict += f", not the published recipe: {'; '.join(content['differences'])}"
     # The log names the device as "cuda:0 (NAME)". A run of several ranks has as many of them.
-    hardware = f"{training['ranks']} x {training['device'].partition(' ')[2].strip('()')}"
+    _, _, device = training["device"].partition(" ")
+    hardware = f"{training['ranks']} x {device.strip('()')}"
     if training["device"].startswith("cpu"):
         hardware += f", {machine['cores']} cores, torch threads: {machine['torch_threads']}"
     link = f"[{file}](../benchmarks/results/reproductions/{file})"
-    return [f"{_pair(top1)}, seed {content['seed']}", verdict, hardware, _time(training["seconds"]), link]
+    return [
+        f"{_pair(top1)}, seed {content['seed']}",
+        verdict,
+        hardware,
+        _time(training["seconds"]),
+        link,
+    ]
 
 
 def _pair(top1: dict[str, float]) -> str:
     """Return "linear / 5-nn" of figures by protocol; one that is missing is a dash."""
+    # The figure of `linear_sgd` is the comparable one where both are known.
     linear = top1.get("linear_sgd", top1.get("linear"))
-    shown = ["–" if value is None else f"{value:.2f}" for value in (linear, top1.get("knn"))]
-    return "none" if shown == ["–", "–"] else " / ".join(shown)
+    nearest = top1.get("knn")
+    if linear is None and nearest is None:
+        return "none"
+    shown = ["–" if value is None else f"{value:.2f}" for value in (linear, nearest)]
+    return " / ".join(shown)
 
 
 def _time(seconds: float) -> str:
     """Return a duration in the unit that suits it."""
     if seconds < 600:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:.1f} h"
+    if seconds < 36_000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -65,9 +65,14 @@ def expected_interval(published: Published, test_images: int) -> Interval:
     from trainer.evaluate.scores import wilson_interval
 
     top1 = published.top1
-    low, high = wilson_interval(round(top1 * test_images / 100), test_images)
+    num_right = round(top1 * test_images / 100)
+    low, high = wilson_interval(num_right, test_images)
+    # Variance of the new run plus that of the mean of the published ones.
     seeds = _Z95 * published.spread * math.sqrt(1 + 1 / published.runs)
-    return top1 - math.hypot(top1 - low, seeds), top1 + math.hypot(high - top1, seeds)
+    # Independent errors add up as squares, on each side by itself, since Wilson's interval is not symmetric.
+    below = math.hypot(top1 - low, seeds)
+    above = math.hypot(high - top1, seeds)
+    return top1 - below, top1 + above
 
 
 def verdict(top1: float, interval: Interval) -> str:
@@ -75,7 +80,9 @@ def verdict(top1: float, interval: Interval) -> str:
     low, high = interval
     if top1 < low:
         return BELOW
-    return ABOVE if top1 > high else REACHED
+    if top1 > high:
+        return ABOVE
+    return REACHED
 
 
 def overall(verdicts: list[str]) -> str:

@@ -40,7 +40,11 @@ Content = dict[str, Any]
 
 
 def write_reproduction(
-    config: Config, name: str, recipe: Config, found: dict[str, dict[str, Any]], differences: Sequence[str]
+    config: Config,
+    name: str,
+    recipe: Config,
+    found: dict[str, dict[str, Any]],
+    differences: Sequence[str],
 ) -> int:
     """Judge the last checkpoint, write reproduction.json and print the table. Returns the exit code.
 
@@ -49,16 +53,19 @@ def write_reproduction(
     # Only the page of `wmse report` shows the row of `wmse status`.
     run = collect_run(run_dir, run_dir.name, {"problems": []})
     published = published_figures(name)
+    # The settings of the training, which the command may have overridden since.
+    trained_config = load_config(run_dir / "config.yaml", [])
     figures: dict[str, Content] = {}
     all_differences = [*differences, *_other_training(config, found)]
     for protocol, result in measured(config, found).items():
         result = replace(result, epoch=_epoch(run, result))
         figures[protocol] = _judge(result, published.get(protocol))
-        all_differences += differences_from(recipe, name, load_config(run_dir / "config.yaml", []), result)
+        all_differences += differences_from(recipe, name, trained_config, result)
     content = {
         "config": name,
         "seed": config.seed,
         "verdict": overall([figure["verdict"] for figure in figures.values()]),
+        # Several protocols may find the same difference.
         "differences": list(dict.fromkeys(all_differences)),
         "figures": figures,
         "data": found,
@@ -80,7 +87,9 @@ def _epoch(run: Run, result: Result) -> float | None:
     total_steps = whole(run.state, "total_steps")
     if run.config is None or result.step is None or not total_steps:
         return None
-    return result.step / total_steps * run.config.optimizer.epochs
+    # The settings name the length in epochs, and a checkpoint its step.
+    share = result.step / total_steps
+    return share * run.config.optimizer.epochs
 
 
 def _judge(result: Result, published: Published | None) -> Content:
@@ -95,8 +104,10 @@ def _judge(result: Result, published: Published | None) -> Content:
         "seconds": content["seconds"],
         "commit": content["commit"],
     }
+    # There is nothing to judge it by.
     if published is None:
         return figure | {"verdict": NO_FIGURE}
+    # The verdict uses the exact interval, the file shows a rounded one.
     interval = expected_interval(published, content["test_images"])
     return figure | {
         "published": round(published.top1, 2),
@@ -110,9 +121,13 @@ def _judge(result: Result, published: Published | None) -> Content:
 
 def _other_training(config: Config, found: dict[str, dict[str, Any]]) -> list[str]:
     """Compare the images that the run was trained on, by its checkpoint, with those on the disk."""
-    trained = load_checkpoint(choose_checkpoint(Path(config.run_dir), "last"))["data"]["fingerprint"]
+    # The images on the disk may have changed since the training.
+    path = choose_checkpoint(Path(config.run_dir), "last")
+    trained = load_checkpoint(path)["data"]["fingerprint"]
     now = found[config.data.train_split]["fingerprint"]
-    return [] if trained == now else [f"digest of the images of the training: {now} -> {trained}"]
+    if trained == now:
+        return []
+    return [f"digest of the images of the training: {now} -> {trained}"]
 
 
 def _training(run: Run) -> Content:
@@ -135,23 +150,29 @@ def _training(run: Run) -> Content:
 def _print(content: Content) -> None:
     table = Table("protocol", "this run", "published", "expected (95 %)", "verdict", title=content["config"])
     for figure in content["figures"].values():
-        low, high = figure.get("interval", (0.0, 0.0))
-        has_figure = "published" in figure
+        published = ""
+        expected = ""
+        if "published" in figure:
+            low, high = figure["interval"]
+            published = f"{figure['published']:.2f}"
+            expected = f"{low:.2f} to {high:.2f}"
         table.add_row(
             figure["label"],
             f"{figure['top1']:.2f}",
-            f"{figure['published']:.2f}" if has_figure else "",
-            f"{low:.2f} to {high:.2f}" if has_figure else "",
+            published,
+            expected,
             figure["verdict"],
         )
     console = Console()
     console.print(table)
+    # These lines are not wrapped, so that they can be copied whole.
     for figure in content["figures"].values():
         if "published" in figure:
             console.print(_basis(figure), soft_wrap=True, markup=False)
     console.print(f"verdict: {content['verdict']}", markup=False)
     if content["differences"]:
-        console.print(f"not the published recipe: {'; '.join(content['differences'])}", soft_wrap=True, markup=False)
+        listed = "; ".join(content["differences"])
+        console.print(f"not the published recipe: {listed}", soft_wrap=True, markup=False)
 
 
 def _basis(figure: Content) -> str:

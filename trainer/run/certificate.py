@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +18,16 @@ from trainer.run.machine import device_name, versions
 
 NAME = "certificate.json"
 _COUNTS = ("passed", "failed", "skipped")
-_PACKAGES = {"torchvision": "torchvision", "dali": "nvidia-dali-cuda120", "timm": "timm"}
 _log = logging.getLogger(__name__)
 
 
 def identity(device: torch.device) -> dict[str, Any]:
     """Return what a certificate holds for: commit, digest of the code, name of the device, versions of packages."""
-    found = versions(device)
-    for name, package in _PACKAGES.items():
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(package)
     return {
         "commit": git_commit(),
         "code": _code_digest(),
         "device": device_name(device),
-        "versions": found,
+        "versions": versions(device),
     }
 
 
@@ -44,6 +37,7 @@ def _code_digest() -> str:
     digest = hashlib.sha256()
     for package in ("kernels", "trainer"):
         for file in sorted((root / package).rglob("*.py")):
+            # The name belongs to the digest, so that a renamed file changes it.
             digest.update(f"{file.relative_to(root)}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -55,8 +49,10 @@ def _folder() -> Path:
 
 def certificate_path(of: dict[str, Any]) -> Path:
     """Return the file of the certificate for an `identity`. Machines that share a home folder have different files."""
+    # Sorted keys give equal identities the same text.
     text = json.dumps(of, sort_keys=True)
-    return _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return _folder() / f"{digest[:16]}.json"
 
 
 def write_certificate(content: dict[str, Any], path: Path) -> None:
@@ -69,13 +65,15 @@ def find_certificate(device: torch.device) -> Path | None:
     """Return the certificate of this code on this device; None if there is none.
 
     Logs why, if there are only certificates for something else. Without any certificate this only looks for a folder."""
-    others = list(_folder().glob("*.json")) if _folder().is_dir() else []
+    # A folder that does not exist holds no files.
+    others = list(_folder().glob("*.json"))
     if not others:
         return None
     wanted = identity(device)
     path = certificate_path(wanted)
     if path.exists():
         return path
+    # The newest one says what has changed since.
     newest = max(others, key=lambda file: file.stat().st_mtime)
     before = _read(newest)
     changed = [name for name, value in wanted.items() if before.get(name) != value]
@@ -103,6 +101,7 @@ def attach_certificate(run_dir: Path, device: torch.device) -> None:
     try:
         path = find_certificate(device)
         if path is None:
+            # It would belong to other code or another machine.
             target.unlink(missing_ok=True)
             return
         write_text(target, path.read_text())
@@ -115,14 +114,15 @@ def summary(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        text = path.read_bytes()
+        encoded = path.read_bytes()
     except OSError:
         return None
     content = _read(path)
+    # A user may have edited the file.
     if not {"date", *_COUNTS} <= content.keys():
         return None
     return {
         "date": content["date"],
         **{name: content[name] for name in _COUNTS},
-        "sha256": hashlib.sha256(text).hexdigest(),
+        "sha256": hashlib.sha256(encoded).hexdigest(),
     }

@@ -70,7 +70,11 @@ def save_checkpoint(folder: Path, content: dict[str, Any], keep_last: int, kept_
     for temporary in folder.glob(".step_*"):
         _delete(temporary)
     # Parameters become plain tensors, because a safe load refuses anything else.
-    complete = {**content, "format": FORMAT, "model": plain_names(content["model"])}
+    complete = {
+        **content,
+        "format": FORMAT,
+        "model": plain_names(content["model"]),
+    }
     complete = map_tensors(complete, lambda _, tensor: tensor.detach())
     complete["sha256"] = content_digest(complete)
     path = checkpoint_path(folder, step)

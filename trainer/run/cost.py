@@ -41,11 +41,18 @@ class Spent:
     def read(cls, values: object) -> Spent:
         """Read what `asdict` has written. A missing or damaged amount is 0."""
         found = values if isinstance(values, dict) else {}
-        return cls(**{field.name: max(number(found, field.name) or 0.0, 0.0) for field in fields(cls)})
+        amounts = {}
+        # Older programs wrote fewer amounts, and a user may have edited the file.
+        for field in fields(cls):
+            amount = number(found, field.name) or 0.0
+            amounts[field.name] = max(amount, 0.0)
+        return cls(**amounts)
 
     def with_each(self, other: Spent, join: Callable[[float, float], float]) -> Spent:
         """Join each amount with that of `other`."""
-        amounts = {name: join(amount, getattr(other, name)) for name, amount in asdict(self).items()}
+        amounts = {}
+        for name, amount in asdict(self).items():
+            amounts[name] = join(amount, getattr(other, name))
         return Spent(**amounts)
 
     def __add__(self, other: Spent) -> Spent:
@@ -84,6 +91,7 @@ class EnergyMeter:
         self._counters = counters
         self._counts = counts
         self._lock = threading.Lock()
+        # Seconds after which the counters could not be read any more; None while they can.
         self._broke_after: float | None = None if counters else 0.0
         self._began = time.monotonic()
         self.source = source
@@ -102,6 +110,7 @@ class EnergyMeter:
                     self._broke_after = seconds
                     self.source = f"not available: {error}"
                     _log.warning("the energy counter cannot be read any more: %s", error)
+            # Only one rank of a node counts its processors.
             if self._counts:
                 self.joules = sum(counter.joules for counter in self._counters)
             if self._broke_after is not None:
@@ -151,6 +160,7 @@ def _rapl_counter(folder: Path) -> Counter:
         wraps_at = int((folder / "max_energy_range_uj").read_text())
         return Counter(lambda: int(energy.read_text()), 1e-6, wraps_at)
     except PermissionError as error:
+        # Linux restricts the counter to root, because its readings can leak secrets of other processes.
         raise OSError(error.errno, f"{energy} may only be read by root") from error
 
 
@@ -210,6 +220,7 @@ class RunCost:
         """Return what the run has spent, as far as the counters have been read."""
         # All ranks start and end together, on devices of one kind.
         seconds = (time.monotonic() - self._began) * self._world_size
+        # The training loop adds lines while a thread writes state.json.
         with self._lock:
             joules, unmeasured = self._of_others
         now = Spent(
@@ -236,9 +247,15 @@ class RunCost:
         if not (prices.price_per_device_hour or prices.price_per_kwh):
             return None
         hours = (total.gpu_seconds + total.core_seconds) / 3600
-        amount = hours * prices.price_per_device_hour + total.joules / _JOULES_PER_KWH * prices.price_per_kwh
+        kwh = total.joules / _JOULES_PER_KWH
+        amount = hours * prices.price_per_device_hour + kwh * prices.price_per_kwh
+        # Energy that no counter measured is missing from the price.
         is_low = bool(prices.price_per_kwh and total.unmeasured_seconds)
-        return {"amount": round(amount, 6), "currency": prices.currency, "without_all_energy": is_low}
+        return {
+            "amount": round(amount, 6),
+            "currency": prices.currency,
+            "without_all_energy": is_low,
+        }
 
 
 def _rounded(spent: Spent) -> dict[str, float]:
@@ -248,8 +265,13 @@ def _rounded(spent: Spent) -> dict[str, float]:
 def describe_hours(content: Mapping[str, Any]) -> str:
     """Return the device-hours of an account in words, such as "1.25 GPU-hours"; empty if it has none."""
     spent = Spent.read(dict(content))
-    named = (("GPU-hours", spent.gpu_seconds), ("core-hours", spent.core_seconds))
-    return " and ".join(f"{seconds / 3600:.3g} {name}" for name, seconds in named if seconds)
+    # A run that moved from a CPU to a GPU has both.
+    named = {
+        "GPU-hours": spent.gpu_seconds,
+        "core-hours": spent.core_seconds,
+    }
+    parts = [f"{seconds / 3600:.3g} {name}" for name, seconds in named.items() if seconds]
+    return " and ".join(parts)
 
 
 def describe_cost(content: object) -> str:
@@ -257,12 +279,11 @@ def describe_cost(content: object) -> str:
     if not isinstance(content, dict) or not content:
         return ""
     spent = Spent.read(content)
-    parts = [describe_hours(content), _describe_energy(spent, content)]
-    price = content.get("price")
-    amount = number(price, "amount") if isinstance(price, dict) else None
-    if isinstance(price, dict) and amount is not None:
-        at_least = "at least " if price.get("without_all_energy") else ""
-        parts.append(f"{at_least}{amount:.4g} {text(price, 'currency') or ''}".strip())
+    parts = [
+        describe_hours(content),
+        _describe_energy(spent, content),
+        _describe_price(content.get("price")),
+    ]
     described = ", ".join(part for part in parts if part)
     again = content.get("repeated")
     repeated = describe_hours(again) if isinstance(again, dict) else ""
@@ -273,9 +294,19 @@ def describe_cost(content: object) -> str:
     return f"{described}; {repeated}{energy} of it again after restarts"
 
 
+def _describe_price(price: object) -> str:
+    amount = number(price, "amount") if isinstance(price, dict) else None
+    if not isinstance(price, dict) or amount is None:
+        return ""
+    at_least = "at least " if price.get("without_all_energy") else ""
+    currency = text(price, "currency") or ""
+    return f"{at_least}{amount:.4g} {currency}".strip()
+
+
 def _describe_energy(spent: Spent, content: Mapping[str, Any]) -> str:
     source = text(dict(content), "energy") or "not available"
     if not spent.joules:
         return f"energy {source}" if source.startswith("not available") else ""
+    # Some ranks had no counter, or lost it.
     at_least = "at least " if spent.unmeasured_seconds else ""
     return f"{at_least}{spent.joules / _JOULES_PER_KWH:.3g} kWh"

@@ -14,8 +14,15 @@ from torch import Tensor
 _HALF = 2**32
 # Values of a line that describe the machine and not the training. Images are skipped some steps before they are due.
 _OF_THE_MACHINE = (
-    *("images_per_s", "views_per_s", "seconds_per_step", "data_wait", "eta_seconds", "time"),
-    *("memory_gib", "memory_limit_gib", "skipped_images"),
+    "images_per_s",
+    "views_per_s",
+    "seconds_per_step",
+    "data_wait",
+    "eta_seconds",
+    "time",
+    "memory_gib",
+    "memory_limit_gib",
+    "skipped_images",
 )
 
 
@@ -49,7 +56,9 @@ class Digests:
         for name in sorted(line):
             # All NaN count as one, because their bits have no meaning.
             value = math.nan if math.isnan(line[name]) else float(line[name])
-            chained.update(name.encode() + b"\0" + struct.pack("<d", value))
+            # A zero byte separates the name from the number, as no name contains one.
+            chained.update(name.encode() + b"\0")
+            chained.update(struct.pack("<d", value))
         self.loss = chained.hexdigest()
         return self.loss
 
@@ -57,30 +66,44 @@ class Digests:
         """Return the entry of a checkpoint. halves: those of all ranks, on the device."""
         # The product wraps around, as a sum modulo 2^64 does.
         high, low = halves.to(torch.int64).unbind()
-        return {"rows": high * _HALF + low, "loss": self.loss, "since": self.since}
+        return {
+            "rows": high * _HALF + low,
+            "loss": self.loss,
+            "since": self.since,
+        }
 
     def load(self, content: Mapping[str, Any] | None, step: int, *, is_first: bool) -> None:
         """Continue from the checkpoint of `step`; None: it has no digests, which then begin with this step."""
         if content is None:
-            self.rows, self.loss, self.since = 0, "", step
+            self.rows = 0
+            self.loss = ""
+            self.since = step
             return
+        # The digest of all ranks must count once, so only the first rank continues it.
         self.rows = int(content["rows"]) % 2**64 if is_first else 0
         self.loss = content["loss"]
         self.since = content["since"]
 
 
-WANTED: dict[str, Any] = {"rows": torch.zeros((), dtype=torch.int64), "loss": str, "since": int}
+WANTED: dict[str, Any] = {
+    "rows": torch.zeros((), dtype=torch.int64),
+    "loss": str,
+    "since": int,
+}
 """Structure of the entry of a checkpoint."""
 
 
 def join_halves(high: float, low: float) -> str:
     """Return the digest of the rows as 16 hexadecimal digits. high, low: halves, each summed over ranks."""
-    return f"{(int(high) * _HALF + int(low)) % 2**64:016x}"
+    # The sum of the lower halves may carry into the upper ones.
+    digest = (int(high) * _HALF + int(low)) % 2**64
+    return f"{digest:016x}"
 
 
 def training_values(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a line of metrics.jsonl that equal runs have in common, without the chain of losses."""
-    return {name: value for name, value in line.items() if name not in (*_OF_THE_MACHINE, "loss_digest")}
+    ignored = (*_OF_THE_MACHINE, "loss_digest")
+    return {name: value for name, value in line.items() if name not in ignored}
 
 
 def first_different(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -90,5 +113,7 @@ def first_different(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
     ours = training_values(before)
     theirs = training_values(now)
     # If the rows differ, everything else follows from that.
-    order = [*("rows_digest", "loss"), *ours]
-    return next((name for name in order if name in ours and name in theirs and ours[name] != theirs[name]), None)
+    for name in ("rows_digest", "loss", *ours):
+        if name in ours and name in theirs and ours[name] != theirs[name]:
+            return name
+    return None

@@ -22,7 +22,12 @@ _LOG_BYTES = 32 << 20  # size at which log.txt is renamed to log.txt.1
 _FILES = (".lock", "log.txt", "log.txt.1", "metrics.jsonl", "config.yaml", "state.json", "quarantine.jsonl", "images.index",
           "launch.json", "starts.jsonl", "stop", "certificate.json", "trackers.json")  # fmt: skip
 _FOLDERS = ("checkpoints", "tensorboard", "eval")
-_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a named pipe",
+}
 _FORMAT = "%(asctime)s %(levelname).1s {rank}%(message)s"
 
 
@@ -137,7 +142,13 @@ def start_logging(run_dir: Path | None, rank: int) -> None:
     if run_dir is not None and rank == 0:
         log_file = run_dir / "log.txt"
         handlers.append(
-            _LogFile(log_file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+            _LogFile(
+                log_file,
+                maxBytes=_LOG_BYTES,
+                backupCount=1,
+                encoding="utf-8",
+                errors="backslashreplace",
+            )
         )
     prefix = f"rank {rank}: " if rank else ""
     formatter = logging.Formatter(_FORMAT.format(rank=prefix), "%Y-%m-%d %H:%M:%S")

@@ -34,11 +34,12 @@ def sums_of_products(embeddings: Tensor, num_views: int) -> Tensor:
     k = embeddings.shape[1]
     # Differences of large sums need float64.
     x = embeddings.double()
-    by_view = x.unflatten(0, (num_views, -1))
-    centred = (by_view - by_view.mean(0)).flatten(0, 1)
+    by_view = x.unflatten(0, (num_views, -1))  # (d, n, k)
     of_views = _with_ones(by_view)
     sums = x.new_zeros(num_views + 1, k + 1, k + 1)
     torch.bmm(of_views.transpose(1, 2), of_views, out=sums[:-1])
+    # The mean over views is the mean of each image.
+    centred = (by_view - by_view.mean(0)).flatten(0, 1)
     sums[-1, :-1, :-1] = centred.T @ centred
     return sums
 
@@ -81,9 +82,10 @@ def measure_health(sums: _Matrix) -> dict[str, Any]:
     of_views = sums[:-1]
     total = of_views.sum(0)
     count = total[-1, -1]
-    shares = _shares(_covariance(total))
+    covariance = _covariance(total)
+    shares = _shares(covariance)
     conditions = [_condition(view) for view in of_views]
-    worst = int(np.argmax(conditions))
+    worst = int(np.argmax(conditions))  # a NaN counts as the largest
     values = {
         "rankme": rankme(total[:-1, :-1], count),
         "lidar": lidar_of(sums),
@@ -92,10 +94,14 @@ def measure_health(sums: _Matrix) -> dict[str, Any]:
     }
     # Without any variance the shares are not defined.
     if not np.isnan(shares[0]):
-        found["dimensions_99"] = int(np.searchsorted(np.cumsum(shares), 0.99)) + 1
+        # The number of the largest eigenvalues that hold 99 % of the variance.
+        last = np.searchsorted(np.cumsum(shares), 0.99)
+        found["dimensions_99"] = int(last) + 1
     if not np.isnan(conditions[worst]):
         found["condition_view"] = worst
-    return found | {name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()}
+    for name, value in values.items():
+        found[name] = float(f"{value:.{_DIGITS}g}")
+    return found
 
 
 def rankme(products: _Matrix, count: float) -> float:
@@ -103,7 +109,8 @@ def rankme(products: _Matrix, count: float) -> float:
 
     products: (k, k), X^T X of the embeddings X, not centred. count: number of rows of X."""
     # Their squares are the eigenvalues of the products. A matrix has at most as many singular values as rows.
-    singular = np.sqrt(_eigenvalues(products)[: int(count)])
+    squares = _eigenvalues(products)[: int(count)]
+    singular = np.sqrt(squares)
     return _exp_entropy(singular, _RANKME_EPS)
 
 
@@ -112,11 +119,14 @@ def lidar(between: _Matrix, within: _Matrix) -> float:
 
     between: Sb (k, k), the covariance of the means of the images. within: Sw (k, k), the covariance of the views of an image
     around its mean, to which 1e-4 times the identity is added."""
-    factor = np.linalg.cholesky(within + _LIDAR_DELTA * np.eye(len(within)))
+    identity = np.eye(len(within))
+    factor = np.linalg.cholesky(within + _LIDAR_DELTA * identity)
     # With Sw = L L^T, the matrix L^-1 Sb L^-T has the same eigenvalues.
     half = np.linalg.solve(factor, between)
     matrix = np.linalg.solve(factor, half.T)
-    return _exp_entropy(_eigenvalues((matrix + matrix.T) / 2), _RANKME_EPS)
+    # Rounding makes the matrix slightly asymmetric.
+    symmetric = (matrix + matrix.T) / 2
+    return _exp_entropy(_eigenvalues(symmetric), _RANKME_EPS)
 
 
 def lidar_of(sums: _Matrix) -> float:
@@ -134,14 +144,17 @@ def lidar_of(sums: _Matrix) -> float:
 
 def _condition(products: _Matrix) -> float:
     """Return the condition number of a view's covariance; infinite if it is singular, NaN with at most k images."""
+    count = products[-1, -1]
     values = _eigenvalues(_covariance(products))
-    if products[-1, -1] <= len(values):
+    # The covariance of so few images is always singular.
+    if count <= len(values):
         return np.nan
     is_singular = values[-1] <= 1e-14 * values[0]
     return np.inf if is_singular else values[0] / values[-1]
 
 
 def _covariance(products: _Matrix) -> _Matrix:
+    """Return the covariance (k, k) from the products of embeddings with a column of ones, (k+1, k+1)."""
     count = products[-1, -1]
     mean = products[:-1, -1] / count
     return products[:-1, :-1] / count - np.outer(mean, mean)
@@ -164,5 +177,7 @@ def _exp_entropy(values: _Matrix, eps: float) -> float:
     total = values.sum()
     if total <= 0:
         return np.nan
+    # As in the papers, eps keeps the logarithm of 0 out.
     shares = values / total + eps
-    return float(np.exp(-(shares * np.log(shares)).sum()))
+    entropy = -(shares * np.log(shares)).sum()
+    return float(np.exp(entropy))

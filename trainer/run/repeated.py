@@ -9,7 +9,6 @@ from typing import Any
 from trainer.run.digests import first_different
 
 _log = logging.getLogger(__name__)
-_VERBS = (("was", "is"), ("were", "are"))
 
 
 class RepeatedSteps:
@@ -36,6 +35,7 @@ class RepeatedSteps:
     def compare(self, line: Mapping[str, Any]) -> None:
         """Compare a new line."""
         step = line["step"]
+        # Each line is compared once.
         known = self._dropped.pop((self._before, step), None)
         self._before = step
         if known is None:
@@ -58,23 +58,26 @@ class RepeatedSteps:
             known[name],
             self._because(),
         )
+        # Later lines differ because of this one, so they are not compared.
         self._equal_to = 0
         self._dropped.clear()
 
     def close(self) -> None:
         """Log how far the lines were identical, unless the outcome was logged before."""
         if self._equal_to:
-            _log.info(
-                "%s identical to the first time",
-                _steps(self._first, self._equal_to, *(f"{v} made again after the restart and {w}" for v, w in _VERBS)),
-            )
+            again = "made again after the restart and"
+            steps = _steps(self._first, self._equal_to, f"was {again} is", f"were {again} are")
+            _log.info("%s identical to the first time", steps)
         self._equal_to = 0
         self._dropped.clear()
 
     def _because(self) -> str:
+        """Explain why other values are no surprise; empty if they would be."""
         return f" ({self._rounding}, so rounding differs)" if self._rounding else ""
 
 
 def _steps(first: int, last: int, one: str, several: str) -> str:
     """Name a range of steps with its verb."""
-    return f"step {first} {one}" if first == last else f"steps {first} to {last} {several}"
+    if first == last:
+        return f"step {first} {one}"
+    return f"steps {first} to {last} {several}"

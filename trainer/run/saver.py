@@ -185,7 +185,12 @@ class HostCopy:
         """Return host memory for a tensor. It is pinned for a GPU's tensor: a copy to pageable memory would block."""
         host = self._memory.get(path)
         if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+            host = torch.empty_like(
+                tensor,
+                device="cpu",
+                requires_grad=False,
+                pin_memory=tensor.is_cuda,
+            )
         return host
 
 

@@ -124,7 +124,12 @@ def stop_on_signals() -> Iterator[StopRequest]:
     before = {number: signal.signal(number, handle) for number in handled}
     # Python writes the number of each signal into the pipe at once, even if the main thread hangs.
     pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_watch, args=(reader, request), name="signals", daemon=True)
+    thread = threading.Thread(
+        target=_watch,
+        args=(reader, request),
+        name="signals",
+        daemon=True,
+    )
     thread.start()
     try:
         yield request

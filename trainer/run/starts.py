@@ -18,8 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.files import parse_object
+
 _log = logging.getLogger(__name__)
-_OF_ROUNDING = {"world_size": "number of ranks", "device": "device", "torch_threads": "number of threads"}
+_OF_ROUNDING = {
+    "world_size": "number of ranks",
+    "device": "device",
+    "torch_threads": "number of threads",
+}
 
 
 def starts_file(run_dir: Path) -> Path:
@@ -29,28 +35,29 @@ def starts_file(run_dir: Path) -> Path:
 
 def note_start(run_dir: Path, values: Mapping[str, Any]) -> None:
     """Append a start. If that fails, for example on a full disk, log it and continue."""
-    line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}) + "\n"
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    line = json.dumps({"time": now, **values})
+    # A run must not end because a note about it cannot be written.
     try:
         with starts_file(run_dir).open("a", encoding="utf-8") as file:
-            file.write(line)
+            file.write(line + "\n")
     except OSError as error:
         _log.error("cannot write %s: %s", starts_file(run_dir), error.strerror)
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the starts of a run in their order, without damaged lines; empty for a run of an older program."""
+    # The file is missing in the folder of a run that began with an older program.
     path = starts_file(run_dir)
     if not path.is_file():
         return []
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):  # the program was killed while it wrote the line
-            _log.warning("%s: ignored a damaged line", path)
-            continue
-        if isinstance(values, dict) and type(values.get("step")) is int:
+        values = parse_object(line)
+        if type(values.get("step")) is int:
             found.append(values)
+        else:  # the program was killed while it wrote the line
+            _log.warning("%s: ignored a damaged line", path)
     return found
 
 
@@ -58,10 +65,14 @@ def rounding_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe what changed between two starts so that results are rounded differently; empty: nothing."""
     changes = []
     for key, name in _OF_ROUNDING.items():
-        if before.get(key) != now.get(key):
-            changes.append(f"the {name} changed from {before.get(key)} to {now.get(key)}")
+        old = before.get(key)
+        new = now.get(key)
+        if old != new:
+            changes.append(f"the {name} changed from {old} to {new}")
+    # A damaged line may hold anything.
     old_versions = before.get("versions")
-    old_versions = old_versions if isinstance(old_versions, dict) else {}
+    if not isinstance(old_versions, dict):
+        old_versions = {}
     for package, version in now["versions"].items():
         old = old_versions.get(package)
         if old != version:

@@ -183,7 +183,12 @@ class RunState:
             yield
             return
         ended = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(stop, ended), name="heartbeat", daemon=True)
+        thread = threading.Thread(
+            target=self._beat,
+            args=(stop, ended),
+            name="heartbeat",
+            daemon=True,
+        )
         thread.start()
         try:
             yield
@@ -240,7 +245,12 @@ def note_lost_rank_0(run_dir: Path, error: BaseException) -> None:
                 return
             first_line = str(error).partition("\n")[0]
             message = f"rank 0 was lost: {first_line}"[:_MESSAGE_LENGTH]
-            state |= {"status": "failed", "exit_code": FAILED, "message": message, "step": newest_step(run_dir)}
+            state |= {
+                "status": "failed",
+                "exit_code": FAILED,
+                "message": message,
+                "step": newest_step(run_dir),
+            }
             write_text(path, json.dumps(state) + "\n")
             _log.error("rank 0 was lost before it could write how the run ended: state.json now says that it failed")
     except InputError:  # rank 0 holds the lock
@@ -253,9 +263,17 @@ def mark_run(run_dir: Path, status: str, exit_code: int | None = None) -> None:
     """Write the state of a run that no process is running: queued, or stopped before its next start.
 
     Raises OSError if the file cannot be written."""
-    kept = {"step": 0, "starts": 0, **read_run(run_dir).state}
+    kept = {
+        "step": 0,
+        "starts": 0,
+        **read_run(run_dir).state,
+    }
     # These keys describe the start before this one.
     old_start = ("host", "pid", "job", "message", "diverged", "doing", "images_per_s")
     state = {key: value for key, value in kept.items() if key not in old_start}
-    state |= {"status": status, "exit_code": exit_code, "heartbeat": round(time.time(), 3)}
+    state |= {
+        "status": status,
+        "exit_code": exit_code,
+        "heartbeat": round(time.time(), 3),
+    }
     write_text(run_dir / "state.json", json.dumps(state) + "\n")

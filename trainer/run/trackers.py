@@ -27,7 +27,6 @@ from trainer.metric import Metric
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 30.0  # a server that does not answer must not hold up the end of a run for longer
-_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
 class Service(Protocol):
@@ -50,6 +49,7 @@ class Tracker:
         self._service: Service | None = None
         self._failed = False
         self._thread = ThreadPoolExecutor(1, f"tracker {name}")
+        # One thread keeps the points in order.
         self._last = self._thread.submit(self._try, self._open)
 
     def draw(self, values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
@@ -66,6 +66,7 @@ class Tracker:
     def close(self) -> None:
         """Send what is left. After half a minute without an answer, give up."""
         self._last = self._thread.submit(self._try, lambda service: service.end())
+        # The thread works in order, so the last call ends last.
         if wait([self._last], _CLOSE_SECONDS).not_done:
             _log.error("%s: no answer within %.0f s: the last curves may be missing there", self._name, _CLOSE_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -90,7 +91,12 @@ class _Wandb:
         import wandb
 
         # Views of the steps after a checkpoint come again after a restart, so the step is a value of its own.
-        settings = wandb.Settings(silent=True, console="off", save_code=False, disable_git=True)
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            save_code=False,
+            disable_git=True,
+        )
         self._run = wandb.init(
             id=_id(run_dir, "wandb", lambda: os.urandom(4).hex()),
             resume="allow",
@@ -120,23 +126,27 @@ class _MLflow:
 
         self._client = MlflowClient(tracking_uri=config.log.mlflow)
         self._id = _id(run_dir, "mlflow", lambda: self._create(run_dir, config.log.project))
+        # The end of an earlier start has marked the run as finished.
         self._client.update_run(self._id, status="RUNNING")
-        settings = [Param(name, str(value)[:500]) for name, value in flatten(config).items()]
-        known = self._client.get_run(self._id).data.params
         # A parameter of a run cannot change, so a resumed run keeps those of its first start.
-        new = [setting for setting in settings if setting.key not in known]
+        known = self._client.get_run(self._id).data.params
+        new = []
+        for name, value in flatten(config).items():
+            if name not in known:
+                new.append(Param(name, str(value)[:500]))  # a server takes no longer texts
         for first in range(0, len(new), 100):  # the most that a server takes at once
             self._client.log_batch(self._id, params=new[first : first + 100])
 
     def _create(self, run_dir: Path, project: str) -> str:
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        return self._client.create_run(number, run_name=run_dir.name).info.run_id
+        run = self._client.create_run(number, run_name=run_dir.name)
+        return run.info.run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric as Point
 
-        now = round(time.time() * 1000)
+        now = round(time.time() * 1000)  # MLflow counts milliseconds
         points = [Point(name, float(value), now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=points)
 
@@ -166,6 +176,7 @@ def _id(run_dir: Path, service: str, make: Callable[[], str]) -> str:
     """Return the id of the run at a service. The first start makes it and keeps it in RUN_DIR/trackers.json."""
     path = run_dir / "trackers.json"
     ids = json.loads(path.read_text()) if path.exists() else {}
+    # A requeued job finds the id of its first start.
     if service not in ids:
         ids[service] = make()
         write_text(path, json.dumps(ids) + "\n")

@@ -21,7 +21,12 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command. The file of the sweep comes before them; site options and settings are split off."""
     # argparse would take the value of a setting for the file, so `run_sweep` reads it.
     parser.usage = "wmse sweep [FILE] --out DIR [options] [--section.key value ...]"
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs and of the table")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of all runs and of the table",
+    )
     parser.add_argument(
         "--config",
         type=Path,
@@ -32,7 +37,13 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", default="", metavar="S1,S2", help="seeds of each row (default: those of the file, or 0)"
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on this machine (default 1)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at a time on this machine (default 1)",
+    )
     parser.add_argument("--retry_failed", action="store_true", help="start runs again that have failed or diverged")
     parser.add_argument(
         "--table", action="store_true", help="only print and write the table of what is measured so far"

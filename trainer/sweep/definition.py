@@ -16,10 +16,24 @@ from trainer.config.schema import Config
 from trainer.config.yaml_values import read_yaml
 from trainer.errors import InputError, problem_list
 
-_KEYS = {"config": str, "seeds": list, "settings": dict, "protocols": list, "rows": dict, "vary": dict}
-_WANTED = {str: "a text", list: "a list such as [a, b]", dict: "a mapping, with `key: value` on each line"}
+_KEYS = {
+    "config": str,
+    "seeds": list,
+    "settings": dict,
+    "protocols": list,
+    "rows": dict,
+    "vary": dict,
+}
+_WANTED = {
+    str: "a text",
+    list: "a list such as [a, b]",
+    dict: "a mapping, with `key: value` on each line",
+}
 # Each run has its own value of these settings, which the definition gives in another way.
-_OWN = {"run_dir": "--out DIR is the folder of all runs", "seed": "give `seeds`, or --seeds 0,1,2"}
+_OWN = {
+    "run_dir": "--out DIR is the folder of all runs",
+    "seed": "give `seeds`, or --seeds 0,1,2",
+}
 
 
 @dataclass(frozen=True)
@@ -70,63 +84,81 @@ def read_sweep(
     Raises InputError that lists all problems of all rows."""
     # Collect all problems, so that the user can correct them together.
     tree = _read_tree(file, configs)
-    problems = [f"unknown key {key}{closest(str(key), _KEYS) or _known()}" for key in tree if key not in _KEYS]
-    for key, kind in _KEYS.items():
-        if not isinstance(tree.get(key, kind()), kind):
-            problems.append(f"{key} is {tree[key]!r}: give {_WANTED[kind]}")
-            del tree[key]  # the rest of the definition is checked without it
-    numbers = _seeds(seeds.split(",") if seeds else tree.get("seeds", ["0"]), problems)
+    problems: list[str] = []
+    _check_keys(tree, problems)
+    # Seeds of the command line replace those of the file.
+    seed_texts = seeds.split(",") if seeds else tree.get("seeds", ["0"])
+    numbers = _seeds(seed_texts, problems)
     rows = list(_rows(tree, problems))
     if not rows:
         problems.append("there are no rows: give `rows` in the file, or --config once for each row")
-    problems += [f"command line: {_OWN[key]}, not --{key}" for key in _OWN if _gives(settings, key)]
+    for key, instead in _OWN.items():
+        if _gives(settings, key):
+            problems.append(f"command line: {instead}, not --{key}")
     _check_names(rows, problems)
 
     # Check the settings of all rows before any run starts. The seed does not matter for the checks.
     loaded: list[tuple[_Row, Settings]] = []
-    for row in rows if not problems else []:
-        row.words.extend(settings)
-        try:
-            loaded.append((row, load_settings(row.file, row.words)))
-        except InputError as error:
-            problems.append(f"row {row.name}: {error}")
+    if not problems:
+        for row in rows:
+            row.words.extend(settings)
+            try:
+                loaded.append((row, load_settings(row.file, row.words)))
+            except InputError as error:
+                problems.append(f"row {row.name}: {error}")
     problems += _equal_rows(loaded)
     if problems:
-        raise problem_list(f"{len(problems)} problem(s) with the sweep {file or 'of these configs'}", problems)
-    return [_run(row, seed, found, out) for row, found in loaded for seed in numbers]
+        sweep = file or "of these configs"
+        raise problem_list(f"{len(problems)} problem(s) with the sweep {sweep}", problems)
+    runs = []
+    for row, found in loaded:
+        runs += [_run(row, seed, found, out) for seed in numbers]
+    return runs
 
 
 def _read_tree(file: Path | None, configs: Sequence[Path]) -> dict[Any, Any]:
     """Return the definition as a tree of texts. Without a file, each config is a row with the name of the file."""
     if file is not None:
+        # The definition and the configs would name different rows.
         if configs:
             raise InputError(
                 f"--config does not apply to the sweep {file}, which names its configs: remove one of them"
             )
         return read_yaml(find_config(file, "sweep"))
     # The name of a config becomes that of its row, and of the folder of its runs.
-    names = [path.stem for path in configs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InputError(f"--config: {twice[0]} is the name of two files, and of their rows: rename one of them")
-    return {"rows": {path.stem: {"config": str(path)} for path in configs}}
+    rows: dict[str, dict[str, str]] = {}
+    for path in configs:
+        if path.stem in rows:
+            raise InputError(f"--config: {path.stem} is the name of two files, and of their rows: rename one of them")
+        rows[path.stem] = {"config": str(path)}
+    return {"rows": rows}
 
 
-def _known() -> str:
-    """Return the hint for an unknown key that resembles none."""
-    return f": a sweep has the keys {', '.join(_KEYS)}"
+def _check_keys(tree: dict[Any, Any], problems: list[str]) -> None:
+    """Add a problem for each key that is unknown or has a value of the wrong type, and remove the latter from the tree."""
+    for key in tree:
+        if key not in _KEYS:
+            hint = closest(str(key), _KEYS) or f": a sweep has the keys {', '.join(_KEYS)}"
+            problems.append(f"unknown key {key}{hint}")
+    for key, kind in _KEYS.items():
+        if key in tree and not isinstance(tree[key], kind):
+            problems.append(f"{key} is {tree[key]!r}: give {_WANTED[kind]}")
+            del tree[key]  # the rest of the definition is checked without it
 
 
 def _seeds(texts: Sequence[Any], problems: list[str]) -> list[int]:
     """Return the seeds as numbers. Add a problem if a text is no whole number, or if two are equal."""
     numbers = [int(text) for text in texts if str(text).isdecimal()]
-    if len(numbers) < len(texts) or len(set(numbers)) < len(numbers) or not numbers:
+    is_complete = len(numbers) == len(texts)
+    has_twice = len(set(numbers)) < len(numbers)
+    if not is_complete or has_twice or not numbers:
         problems.append(f"seeds is {list(texts)}: give different whole numbers from 0 on, such as 0,1,2")
     return numbers
 
 
 def _rows(tree: dict[Any, Any], problems: list[str]) -> Iterator[_Row]:
     """Yield each row once for each combination of the values of `vary`."""
+    # Settings are turned into words of the command line, which are checked like those of a user.
     common = _words(tree.get("settings", {}), "settings", problems)
     if "protocols" in tree:
         common += _words({"evaluate.protocols": tree["protocols"]}, "protocols", problems)
@@ -136,26 +168,37 @@ def _rows(tree: dict[Any, Any], problems: list[str]) -> Iterator[_Row]:
         if not isinstance(values, list) or not values:
             problems.append(f"vary: {key} is {values!r}: give a list of values, such as [1, 4]")
             continue
-        words = [_words({key: value}, "vary", problems) for value in values]
-        choices.append([(f", {each[0].rpartition('.')[2]}", each) for each in words if each])
+        choice = []
+        for value in values:
+            words = _words({key: value}, "vary", problems)
+            if words:
+                # The row's name ends with the last part of the setting, such as "iterations=4".
+                _, _, ending = words[0].rpartition(".")
+                choice.append((f", {ending}", words))
+        choices.append(choice)
 
     for name, content in tree.get("rows", {}).items():
         content = {} if content is None else content
         if not isinstance(content, dict):
             problems.append(f"row {name} is {content!r}: give the settings of the row as `key: value`, or {{}}")
             continue
+        # A row may have a config of its own.
         file = content.get("config", tree.get("config"))
         if not isinstance(file, str):
             problems.append(
                 f"row {name} has no config: give `config`, a file or the name of a recipe, for all rows or here"
             )
             continue
-        own = _words({key: value for key, value in content.items() if key != "config"}, f"row {name}", problems)
+        settings = {key: value for key, value in content.items() if key != "config"}
+        own = _words(settings, f"row {name}", problems)
         # Later words override earlier ones, so the row overrides the common settings, and `vary` both.
         for chosen in itertools.product(*choices):
-            varied = [word for _, words in chosen for word in words]
-            ending = "".join(text for text, _ in chosen)
-            yield _Row(f"{name}{ending}", Path(file), [*common, *own, *varied])
+            words = [*common, *own]
+            title = str(name)
+            for ending, varied in chosen:
+                title += ending
+                words += varied
+            yield _Row(title, Path(file), words)
 
 
 def _words(tree: dict[Any, Any], where: str, problems: list[str]) -> list[str]:
@@ -184,6 +227,7 @@ def _check_names(rows: Sequence[_Row], problems: list[str]) -> None:
             problems.append(f"row {row.name!r} gives no name for a folder: use letters or digits")
         elif slug in names:
             problems.append(f"rows {names[slug]!r} and {row.name!r} would share the folder {slug}: rename one of them")
+        # A third row is compared with the first one as well.
         names.setdefault(slug, row.name)
 
 
@@ -207,6 +251,11 @@ def _equal_rows(loaded: Sequence[tuple[_Row, Settings]]) -> list[str]:
 def _run(row: _Row, seed: int, found: Settings, out: Path) -> SweepRun:
     """Return the run of a row with a seed."""
     run_dir = os.path.join(os.path.abspath(out), _slug(row.name), f"seed_{seed}")
-    words = (*row.words, f"--seed={seed}", f"--run_dir={run_dir}")
-    config = replace(found.config, seed=seed, run_dir=run_dir)
-    return SweepRun(row.name, seed, find_config(row.file), words, config, {**found.sources, "seed": COMMAND_LINE})
+    return SweepRun(
+        row=row.name,
+        seed=seed,
+        file=find_config(row.file),
+        words=(*row.words, f"--seed={seed}", f"--run_dir={run_dir}"),
+        config=replace(found.config, seed=seed, run_dir=run_dir),
+        sources={**found.sources, "seed": COMMAND_LINE},
+    )

@@ -79,6 +79,7 @@ class _Sweep:
         while self._waiting:
             number, run = self._waiting.pop(0)
             command = self._plan.command(run)
+            # An earlier start of the sweep may have finished it.
             if command is None:
                 self._say(number, run, why_unfinished(run.config) or "is finished")
                 continue
@@ -92,6 +93,7 @@ class _Sweep:
 
     def _report(self, active: _Active) -> None:
         """Print how a run has ended, and update the plan."""
+        # If this run has not measured the untrained encoder, another run has to.
         self._plan.ended(active.run)
         seconds = time.monotonic() - active.began
         code = active.process.returncode
@@ -107,6 +109,7 @@ class _Sweep:
 
     def _output(self, run: SweepRun, stack: ExitStack) -> IO[bytes] | int:
         """Return the file for what a process prints: descriptor 2 if only one runs at a time, else one in its folder."""
+        # A single run may use the terminal alone.
         if len(self._places) == 1:
             return 2
         run.run_dir.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,12 @@ def add_completions(parsers: Sequence[argparse.ArgumentParser]) -> None:
             name = f"--{setting.key}"
             if name not in parser._option_string_actions:  # some commands have options such as --run_dir
                 choices = METHODS if setting.key == "method" else setting.choices
-                parser.add_argument(name, choices=choices or None, default=argparse.SUPPRESS, help=setting.text)
+                parser.add_argument(
+                    name,
+                    choices=choices or None,
+                    default=argparse.SUPPRESS,
+                    help=setting.text,
+                )
 
 
 def _recipes(prefix: str, **_: Any) -> list[str]:

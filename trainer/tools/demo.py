@@ -33,7 +33,13 @@ _PROTOCOLS = ("--evaluate.protocols", "linear,knn,diagnostics")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command; all other options are settings."""
-    parser.add_argument("--run_dir", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+    parser.add_argument(
+        "--run_dir",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="DIR",
+        help="default: runs/demo",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S")
 
 
@@ -41,6 +47,7 @@ def run_demo(run_dir: Path, seed: int, settings: Sequence[str]) -> int:
     """Run the demo; returns the exit code."""
     began = time.time()
     run_dir = run_dir.absolute()
+    # A new demo would otherwise resume the old run.
     _rename_old_run(run_dir)
 
     # Train, then measure the trained encoder, the untrained encoder and the raw pixels.

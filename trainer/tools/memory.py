@@ -190,7 +190,12 @@ def _kept_by_compiler(networks: nn.Module, pixels: Tensor, budget: float) -> int
     torch._dynamo.reset()
     try:
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            compiled = torch.compile(networks, fullgraph=True, dynamic=False, backend=backend)
+            compiled = torch.compile(
+                networks,
+                fullgraph=True,
+                dynamic=False,
+                backend=backend,
+            )
             compiled(pixels)
     except BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _CountedError):

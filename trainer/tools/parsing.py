@@ -16,6 +16,7 @@ Words = Sequence[str]
 
 def with_underscores(word: str) -> str:
     """Return an option with underscores instead of hyphens in its name; any other word is returned unchanged."""
+    # Hyphens in the value are part of it.
     name, equals, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
 
@@ -24,6 +25,7 @@ class _CommandParser(argparse.ArgumentParser):
     """Parser of a command. While a shell completes a line, it prints the possible words instead of parsing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # The shell sets this variable while it completes a line.
         if os.environ.get("_ARGCOMPLETE") == "1":
             from trainer.tools.completion import complete_options
 
@@ -35,7 +37,12 @@ def command_parser(command: Callable[[Words], int]) -> argparse.ArgumentParser:
     """Build the parser of a command, with the name and the docstring of its function."""
     name = command.__name__.replace("_", "-")
     formatter = argparse.RawDescriptionHelpFormatter
-    return _CommandParser(f"wmse {name}", description=command.__doc__, allow_abbrev=False, formatter_class=formatter)
+    return _CommandParser(
+        f"wmse {name}",
+        description=command.__doc__,
+        allow_abbrev=False,
+        formatter_class=formatter,
+    )
 
 
 def parse_with_settings(
@@ -44,6 +51,7 @@ def parse_with_settings(
     """Split the words into the options of a command and the other words, which are settings."""
     command = parser.prog.split()[1]
     usage = USAGE[command]
+    # Sub-commands print the same help of settings.
     for each in (parser, *sub_parsers):
         each.add_argument("--help_all", action="help", help="show this help and all settings, and exit")
     if "_ARGCOMPLETE" in os.environ:

@@ -52,7 +52,11 @@ def _schedule_lines(config: Config, steps_per_epoch: int) -> list[str]:
 
     peak = f"{peak_learning_rate(config):g}"
     # Show how the peak follows from the setting, because the rule depends on the batch size.
-    rules = {"fixed": "", "sqrt": " x sqrt({})", "linear": " x {} / 256"}
+    rules = {
+        "fixed": "",
+        "sqrt": " x sqrt({})",
+        "linear": " x {} / 256",
+    }
     rule = rules[optimizer.learning_rate_rule].format(config.data.images_per_step)
     if rule:
         peak += f" = {optimizer.learning_rate:g}{rule}"

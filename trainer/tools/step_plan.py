@@ -21,6 +21,8 @@ from trainer.schedule import build_schedule, size_steps
 COLOURS = ("brightness", "contrast", "saturation", "hue")
 _DEFAULT_ROWS = 8
 _HEADER = ("row", "image", "view", "crop", "flip", *COLOURS, "order", "grey", "blur", "solarise", "name")
+Slice = tuple[int, int, list[int]]
+"""Number of the iteration, number of the slice, and its rows."""
 
 
 def planner_of(config: Config, num_images: int, images: ImageRange | None = None) -> Planner:
@@ -36,7 +38,13 @@ def planner_of(config: Config, num_images: int, images: ImageRange | None = None
 
 
 def plan_lines_of_step(
-    config: Config, step: int, ranks: Ranks, *, num_images: int = 0, rows: str = "", as_json: bool = False
+    config: Config,
+    step: int,
+    ranks: Ranks,
+    *,
+    num_images: int = 0,
+    rows: str = "",
+    as_json: bool = False,
 ) -> Iterator[str]:
     """Yield the lines of the table, or of JSON.
 
@@ -45,20 +53,27 @@ def plan_lines_of_step(
 
     Raises InputError if the step or the rows do not exist."""
     index, source = _open(config, num_images)
-    num_images = num_images or (len(index) if index is not None else config.data.expected_images)
+    if index is not None:
+        num_images = len(index)
+    elif not num_images:
+        num_images = config.data.expected_images
+    # Too small a set would have no full step.
     check_set_size(config, num_images, warn=False)
     images = images_of_rank(ranks, config.data.images_per_step, indivisible_images(config))
     planner = planner_of(config, num_images, images)
     schedule = build_schedule(config, planner.steps_per_epoch)
     if not 0 <= step < schedule.total_steps:
         raise InputError(f"--step is {step}: the run has steps 0 to {schedule.total_steps - 1}")
+    # Views may be smaller in early epochs.
     sizes = size_steps(config, planner.steps_per_epoch)
     plan = plan_at(planner, sizes, step)
     ids = plan.image_ids
+    # Crops are counted in pixels only if the images are known.
     image_sizes = None if index is None else (index.heights[ids], index.widths[ids])
     choices = row_choices(plan, config.views, images.first, ids, image_sizes)
 
     shown = _rows(rows, images, everything=as_json)
+    # The head is the same for the table and for JSON.
     head = {
         "step": step,
         "epoch": plan.epoch,
@@ -72,10 +87,13 @@ def plan_lines_of_step(
         "images_from": source,
     }
     slices = _slices_of(config, step, images)
-    names = [index.name(int(i)) if index is not None else None for i in ids[[row - images.first for row in shown]]]
-    entries = [row_entry(choices, plan, row - images.first) for row in shown]
-    for entry, name in zip(entries, names, strict=True):
-        entry["name"] = name
+    entries = []
+    for row in shown:
+        # The choices of a rank begin with its first row.
+        place = row - images.first
+        entry = row_entry(choices, plan, place)
+        entry["name"] = None if index is None else index.name(int(ids[place]))
+        entries.append(entry)
     yield from _json(head, entries, slices) if as_json else _table(head, entries, slices)
 
 
@@ -96,11 +114,15 @@ def _open(config: Config, num_images: int) -> tuple[Index | None, str]:
 def _rows(text: str, images: ImageRange, *, everything: bool) -> range:
     """Return the rows that "FIRST:LAST" names. Raises InputError if the rank does not have them."""
     end = images.first + images.count
+    if not text and everything:
+        return range(images.first, end)
     if not text:
-        return range(images.first, end if everything else min(images.first + _DEFAULT_ROWS, end))
+        return range(images.first, min(images.first + _DEFAULT_ROWS, end))
+    # Both ends are shown, unlike in a range of Python.
     first, colon, last = text.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal():
         raise InputError(f"--rows is {text!r}: give FIRST:LAST, such as 0:7")
+    # A rank only knows its own rows.
     if not images.first <= int(first) <= int(last) < end:
         raise InputError(f"--rows is {text}: give rows from {images.first} to {end - 1}")
     return range(int(first), int(last) + 1)
@@ -115,11 +137,21 @@ def row_entry(choices: RowChoices, plan: Plan, place: int) -> dict[str, Any]:
         # Without sizes there are no pixels, only the first of the tries to place the crop.
         if choices.crop is not None:
             top, left, height, width = choices.crop[at].tolist()
-            crop = {"x": left, "y": top, "w": width, "h": height}
+            crop = {
+                "x": left,
+                "y": top,
+                "w": width,
+                "h": height,
+            }
         else:
             area, ratio = plan.crop_tries[at][:, 0].tolist()
             top, left = plan.crop_corner[at].tolist()
-            crop = {"first_try_area": area, "first_try_ratio": ratio, "left": left, "top": top}
+            crop = {
+                "first_try_area": area,
+                "first_try_ratio": ratio,
+                "left": left,
+                "top": top,
+            }
         views.append(
             {
                 "crop": crop,
@@ -132,37 +164,58 @@ def row_entry(choices: RowChoices, plan: Plan, place: int) -> dict[str, Any]:
                 "solarize": bool(choices.solarize[at]),
             }
         )
-    return {"row": int(choices.rows[place]), "image": int(choices.image_ids[place]), "views": views}
+    return {
+        "row": int(choices.rows[place]),
+        "image": int(choices.image_ids[place]),
+        "views": views,
+    }
 
 
-def _slices_of(config: Config, step: int, images: ImageRange) -> list[tuple[int, int, list[int]]]:
-    """Return (iteration, slice, rows) of each slice with a row of the rank."""
+def _slices_of(config: Config, step: int, images: ImageRange) -> list[Slice]:
+    """Return each slice with a row of the rank."""
     slices = config.method_settings.slices(config, step)
+    # The method cuts no slices.
     if slices is None:
         return []
+    # slices: (iterations, slices, M), the row of each place.
     is_of_rank = (slices >= images.first) & (slices < images.first + images.count)
-    return [(i, s, slices[i, s].tolist()) for i, s in np.argwhere(is_of_rank.any(-1)).tolist()]
+    found = []
+    for iteration, number in np.argwhere(is_of_rank.any(-1)).tolist():
+        rows = slices[iteration, number].tolist()
+        found.append((iteration, number, rows))
+    return found
 
 
 def _json(
-    head: dict[str, Any], entries: Sequence[dict[str, Any]], slices: Sequence[tuple[int, int, list[int]]]
+    head: dict[str, Any],
+    entries: Sequence[dict[str, Any]],
+    slices: Sequence[Slice],
 ) -> Iterator[str]:
     yield json.dumps(head)
     for entry in entries:
         yield json.dumps(entry)
     for iteration, number, rows in slices:
-        yield json.dumps({"iteration": iteration, "slice": number, "rows": rows})
+        content = {
+            "iteration": iteration,
+            "slice": number,
+            "rows": rows,
+        }
+        yield json.dumps(content)
 
 
 def _table(
-    head: dict[str, Any], entries: Sequence[dict[str, Any]], slices: Sequence[tuple[int, int, list[int]]]
+    head: dict[str, Any],
+    entries: Sequence[dict[str, Any]],
+    slices: Sequence[Slice],
 ) -> Iterator[str]:
     step = head["step"]
     yield (
         f"step {step}, counted from 0 (metrics.jsonl counts it as {step + 1}): epoch {head['epoch']}, learning rate "
         f"{head['learning_rate']:.6g}, views of {head['view_size']} px"
     )
-    whose = f"rank {head['rank']} of {head['ranks']}" if head["ranks"] > 1 else "the step"
+    whose = "the step"
+    if head["ranks"] > 1:
+        whose = f"rank {head['rank']} of {head['ranks']}"
     last = head["first_row"] + head["rows"] - 1
     yield f"{whose} has {head['rows']} rows, {head['first_row']} to {last}; {head['images']} images ({head['images_from']})"
     if entries and "x" not in entries[0]["views"][0]["crop"]:
@@ -170,13 +223,17 @@ def _table(
             "The images were not opened, so their names and sizes are unknown: crop is the uniform number of the first try for "
             "the area and for the ratio, and the position left, top as a share"
         )
+    # A line for each view, since the views of an image differ in everything but the image.
     lines: list[tuple[str, ...]] = [_HEADER]
     for entry in entries:
         for number, view in enumerate(entry["views"]):
             lines.append(_line(entry, number, view))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+    # Each column is as wide as its longest cell.
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        yield "  ".join(cells).rstrip()
+    # The first rows are shown if none are named.
     if len(entries) < head["rows"]:
         yield f"{len(entries)} of {head['rows']} rows; --rows FIRST:LAST shows others, --json all"
     for iteration, number, rows in slices:
@@ -191,13 +248,21 @@ def _line(entry: dict[str, Any], number: int, view: dict[str, Any]) -> tuple[str
     else:
         crop_text = " ".join(f"{value:.3f}" for value in crop.values())
     # Jitter that is not applied has factors in the plan, but no effect.
-    colours = [f"{view[name]:.3f}" if view["color"] else "-" for name in COLOURS]
-    order = "".join(name[0] for name in view["order"]) if view["color"] else "-"
+    if view["color"]:
+        colours = [f"{view[name]:.3f}" for name in COLOURS]
+        order = "".join(name[0] for name in view["order"])
+    else:
+        colours = ["-"] * len(COLOURS)
+        order = "-"
     # Row, image and name stand in the line of the first view.
-    is_first = number == 0
+    row, image, name = "", "", ""
+    if number == 0:
+        row = str(entry["row"])
+        image = str(entry["image"])
+        name = entry["name"] or "-"
     return (
-        str(entry["row"]) if is_first else "",
-        str(entry["image"]) if is_first else "",
+        row,
+        image,
         str(number),
         crop_text,
         _mark(view["flip"]),
@@ -206,7 +271,7 @@ def _line(entry: dict[str, Any], number: int, view: dict[str, Any]) -> tuple[str
         _mark(view["gray"]),
         f"{view['blur_sigma']:.2f}" if view["blur_sigma"] else "-",
         _mark(view["solarize"]),
-        (entry["name"] or "-") if is_first else "",
+        name,
     )
 
 
@@ -216,10 +281,12 @@ def _mark(value: bool) -> str:
 
 def describe_rows(rows: Sequence[int]) -> str:
     """List rows, with neighbours that follow each other as FIRST-LAST."""
+    # Each run is a list of rows without a gap.
     runs: list[list[int]] = []
     for row in rows:
         if runs and row == runs[-1][-1] + 1:
             runs[-1].append(row)
         else:
             runs.append([row])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _DEMO = "--config demo_fashion_mnist"
+# In the order in which a new user needs them.
 _TRAINING = (
     "data.root",
     "data.images_per_step",
@@ -44,6 +45,7 @@ class Usage:
 
     def text(self, command: str, settings: str) -> str:
         """Format the end of the help. settings: their description."""
+        # Each example can be copied as it is.
         examples = "\n".join(f"  wmse {command} {example}" for example in self.examples)
         return (
             f"common settings (`wmse settings` lists the sections, `wmse settings SECTION` explains one):\n{settings}\n\n"

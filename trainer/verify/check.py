@@ -93,19 +93,36 @@ def _outcome(group: str, name: str, measure: Callable[[], Measured]) -> Check:
         _log.debug("%s: %s", group, name, exc_info=True)
         first_line = str(failure).partition("\n")[0]
         return Check(group, name, "failed", reason=f"{type(failure).__name__}: {first_line}")
-    return Check(group, name, "passed" if error <= bound else "failed", float(error), bound)
+    # A NaN fails here as well, because every comparison with it is false.
+    result: Literal["passed", "failed"] = "passed" if error <= bound else "failed"
+    return Check(group, name, result, float(error), bound)
+
+
+def draw_normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Draw normal numbers of mean 0 and variance 1 in float64, on the CPU, so that every device gets the same ones."""
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, as a share of the largest expected value (at least of 1e-12)."""
     actual = actual.detach().double().cpu()
     expected = expected.detach().double().cpu()
+    # Broadcasting would hide a missing dimension.
     if actual.shape != expected.shape:
         raise ValueError(f"the shape is {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    # One scale for the whole tensor: single elements may be 0 but for rounding.
     scale = expected.abs().max().clamp_min(1e-12)
     return ((actual - expected).abs().max() / scale).item()
 
 
 def largest(*errors: float) -> float:
     """Return the largest error; NaN if any of them is NaN, which `max` may drop."""
-    return math.nan if any(math.isnan(error) for error in errors) else max(errors)
+    if any(math.isnan(error) for error in errors):
+        return math.nan
+    return max(errors)
+
+
+def largest_relative(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return the largest relative error of pairs of an actual and an expected tensor."""
+    errors = [relative_error(actual, expected) for actual, expected in pairs]
+    return largest(*errors)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,10 @@ GROUPS = ("loss", "ranks", "views", "kernels", "optimizer", "evaluation", "resum
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
-        "--only", nargs="+", metavar="GROUP", help=f"make the checks of these groups only: {', '.join(GROUPS)}"
+        "--only",
+        nargs="+",
+        metavar="GROUP",
+        help=f"make the checks of these groups only: {', '.join(GROUPS)}",
     )
     parser.add_argument(
         "--out",
@@ -43,6 +47,7 @@ def run_verify(own: argparse.Namespace) -> int:
     unknown = [name for name in own.only or () if name not in GROUPS]
     if unknown:
         raise InputError(f"there is no group {unknown[0]!r}: choose from {', '.join(GROUPS)}")
+    # In the order of the table, whatever the order of the words.
     chosen = [name for name in GROUPS if own.only is None or name in own.only]
     # Operations on small tensors gain nothing from more threads, and other processes work beside this one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,6 +58,7 @@ def run_verify(own: argparse.Namespace) -> int:
     from trainer.distributed.ranks import find_ranks
     from trainer.verify.check import Place
 
+    # Under torchrun or srun, all ranks of the job make the checks together.
     ranks = find_ranks()
     device = torch.device("cpu") if own.together else choose_device(Config(), ranks)
     began = time.monotonic()
@@ -60,12 +66,14 @@ def run_verify(own: argparse.Namespace) -> int:
         place = Place(device, ranks, Path(folder))
         if own.together:
             checks = _of_several_ranks(chosen, place)
+            # All ranks have the same results.
             if ranks.is_first:
                 write_text(own.together, json.dumps([check.plain() for check in checks]))
             return DONE
         checks = _checks(chosen, place)
     if not ranks.is_first:
         return DONE
+    # The checks of several ranks come last, but belong to their groups.
     checks.sort(key=lambda check: GROUPS.index(check.group))
     from trainer.verify.table import print_checks
 
@@ -94,7 +102,7 @@ def _groups() -> dict[str, tuple[Callable[[Place], Any] | None, Callable[[Place]
 
 def _checks(chosen: Sequence[str], place: Place) -> list[Check]:
     """Make all checks. Of several ranks, rank 0 makes those of a single process when the others have ended."""
-    from trainer.verify.check import Place as OwnPlace
+    from trainer.distributed.ranks import Ranks
     from trainer.verify.check import run_items
     from trainer.verify.session import LocalRanks
 
@@ -110,8 +118,9 @@ def _checks(chosen: Sequence[str], place: Place) -> list[Check]:
             # The two ranks work while this process makes the other checks.
             local = LocalRanks(names, place.folder)
             stack.callback(local.close)
-        alone = OwnPlace(place.device, type(place.ranks)(), place.folder)
+        alone = replace(place, ranks=Ranks())
         groups = _groups()
+        # One group after the other, so that the terminal shows which one takes long.
         for name in chosen:
             items_of, _ = groups[name]
             if items_of is not None:
@@ -128,7 +137,12 @@ def _of_several_ranks(names: Sequence[str], place: Place) -> list[Check]:
     from trainer.verify.session import together
 
     groups = _groups()
-    wanted = [(name, items_of) for name in names if (items_of := groups[name][1]) is not None]
+    wanted = []
+    for name in names:
+        _, items_of = groups[name]
+        if items_of is not None:
+            wanted.append((name, items_of))
+    # Without checks the ranks need not meet.
     return together(wanted, place) if wanted else []
 
 
@@ -147,11 +161,13 @@ def _certificate(checks: Sequence[Check], place: Place, seconds: float) -> dict[
     from trainer.run.certificate import identity
     from trainer.verify.session import LOCAL_RANKS
 
-    counts = {result: sum(check.result == result for check in checks) for result in ("passed", "failed", "skipped")}
+    results = [check.result for check in checks]
     backends: Any = torch.backends
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        **counts,
+        "passed": results.count("passed"),
+        "failed": results.count("failed"),
+        "skipped": results.count("skipped"),
         **identity(place.device),
         "device_type": place.device.type,
         "ranks": place.ranks.world_size if place.ranks.world_size > 1 else LOCAL_RANKS,
@@ -173,12 +189,14 @@ def _write(content: dict[str, Any], out: Path | None, *, is_complete: bool) -> l
 
     lines = []
     if is_complete:
+        # The name of the file is a digest of what the certificate holds for.
         path = certificate_path({name: content[name] for name in ("commit", "code", "device", "versions")})
         try:
             write_certificate(content, path)
             lines.append(f"certificate: {path}")
         except OSError as error:
             lines.append(f"the certificate is not kept for runs: {describe_os_error(error)}")
+    # A file that the user named must be written, so its errors end the command.
     if out is not None:
         write_certificate(content, out)
         lines.append(f"certificate: {out}")

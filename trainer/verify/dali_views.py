@@ -25,6 +25,7 @@ def draw_plan(recipe: ViewsConfig, num_images: int, seed: int = 1) -> Plan:
 
 def sizes(encoded: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Return the heights and the widths of encoded images, in pixels."""
+    # PIL gives width and height, in this order.
     both = np.array([Image.open(io.BytesIO(data)).size for data in encoded])
     return both[:, 1], both[:, 0]
 
@@ -50,4 +51,5 @@ def dali_run(encoded: list[bytes], recipe: ViewsConfig, arrays: list[np.ndarray]
         if gpu is not None:
             output = output.as_cpu()
         views.append(torch.from_dlpack(output.as_tensor()).clone())
+    # DALI returns channels last, (d, N, S, S, 3).
     return torch.stack(views).permute(0, 1, 4, 2, 3)

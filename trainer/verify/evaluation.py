@@ -64,7 +64,8 @@ def _config(batch: int = _BATCH) -> Config:
 def _split(place: features.Place) -> Split:
     """Open the demo's test split, in which only some images have labels, so that only they count."""
     split = open_split("test", place)
-    return split.only(split.labelled[7 : 7 + 2 * _IMAGES : 2])
+    every_second = slice(7, 7 + 2 * _IMAGES, 2)
+    return split.only(split.labelled[every_second])
 
 
 def _each_image_once(place: Place) -> Measured:
@@ -74,33 +75,53 @@ def _each_image_once(place: Place) -> Measured:
     found = extract(raw_pixels, split, evaluated)
     if found.ids.tolist() != split.labelled.tolist() or len(found.x) != _IMAGES:
         raise ValueError(f"{len(found.x)} images were encoded, not the {_IMAGES} of the split in their order")
-    wrong = int((found.labels.numpy() != split.index.labels[split.labelled]).sum())
+    labels = split.index.labels[split.labelled]
+    wrong = int((found.labels.numpy() != labels).sum())
     for number, x in zip(split.labelled, found.x, strict=True):
-        image = Image.open(io.BytesIO(split.index.read(int(number)))).convert("RGB")
-        pixels = np.asarray(image, np.float64).transpose(2, 0, 1).reshape(-1) / 255
+        encoded = split.index.read(int(number))
+        image = Image.open(io.BytesIO(encoded)).convert("RGB")
+        # The features of `raw_pixels` are planes of values in 0..1, one channel after the other.
+        planes = np.asarray(image, np.float64).transpose(2, 0, 1)
+        pixels = planes.reshape(-1) / 255
+        difference = np.abs(pixels - x.numpy()).mean()
         # A decoder may differ by rounding, another image differs by far more.
-        wrong += int(np.abs(pixels - x.numpy()).mean() > 0.005)
-    # Every rank holds the whole split, so its accuracy has the right denominator.
+        wrong += int(difference > 0.005)
+    # Every rank holds the whole split, so its accuracy has the right denominator. Ten guesses are made wrong.
     guesses = found.labels.clone()
     guesses[:10] = (guesses[:10] + 1) % len(found.class_names)
-    top1 = scores.score(guesses[:, None], found)["top1"]
-    return Measured(wrong + abs(top1 - round(100 * (_IMAGES - 10) / _IMAGES, 4)), EXACT)
+    error = _error_of_top1(guesses, found, _IMAGES - 10)
+    return Measured(wrong + error, EXACT)
+
+
+def _error_of_top1(guesses: torch.Tensor, test: Features, right: int) -> float:
+    """Return the difference, in percent, of the program's top-1 accuracy from a count of right guesses."""
+    found = scores.score(guesses[:, None], test)["top1"]
+    # The program rounds accuracies to four digits.
+    expected = round(100 * right / len(test.labels), 4)
+    return abs(found - expected)
 
 
 def _frozen(place: Place) -> Measured:
     """Encode in two batch sizes: the features are those of one image at a time, and BatchNorm keeps its statistics."""
     config = tiny_config("wmse", images=16)
+    # The encoder of a training, as an evaluation builds it.
     model = build_encoder_network(config).to(place.device)
     # One batch in training mode moves the statistics from their initial values.
     generator = torch.Generator().manual_seed(0)
-    model(torch.randint(0, 256, (16, 3, _SIZE, _SIZE), dtype=torch.uint8, generator=generator).to(place.device))
+    pixels = torch.randint(0, 256, (16, 3, _SIZE, _SIZE), dtype=torch.uint8, generator=generator)
+    model(pixels.to(place.device))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = []
     for batch in (_BATCH, 1):
         evaluated = features.Place(_config(batch), place.ranks, place.device)
-        found.append(extract(trained_encoder(model), _split(evaluated), evaluated).x)
-    changes = [(value - before[name]).abs().max().item() for name, value in model.state_dict().items()]
-    return Measured(largest(relative_error(*found), *changes), 1e-4)
+        split = _split(evaluated)
+        encoded = extract(trained_encoder(model), split, evaluated)
+        found.append(encoded.x)
+    errors = [relative_error(*found)]
+    for name, value in model.state_dict().items():
+        change = (value - before[name]).abs().max()
+        errors.append(change.item())
+    return Measured(largest(*errors), 1e-4)
 
 
 # --- k-NN ---
@@ -108,10 +129,12 @@ def _frozen(place: Place) -> Measured:
 
 def _clusters(seed: int, count: int, classes: int = 7, size: int = 12) -> Features:
     """Draw features (n, F) around one centre for each class, which overlap, so that votes tie."""
+    # Both sets of images share the centres, so these have a seed of their own.
     centres = np.random.default_rng(0).normal(0, 1, (classes, size))
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, classes, count)
-    x = centres[labels] + rng.normal(0, 1.2, (count, size)) + 3
+    noise = rng.normal(0, 1.2, (count, size))
+    x = centres[labels] + noise + 3
     return Features(
         x=torch.from_numpy(x).float(),
         labels=torch.from_numpy(labels),
@@ -120,16 +143,23 @@ def _clusters(seed: int, count: int, classes: int = 7, size: int = 12) -> Featur
     )
 
 
+def _float64(images: Features) -> NDArray[np.float64]:
+    """Return features (n, F) in float64, in which all expected values are computed."""
+    return images.x.numpy().astype(np.float64)
+
+
 def _sorted_neighbours(train: Features, test: Features, k: int, *, cosine: bool) -> tuple[NDArray, NDArray]:
     """Return similarities and numbers of the k nearest training rows of each test row, nearest first, (n, k) each."""
+    # A list of all distances needs no selection that could be wrong.
+    bank = _float64(train)
     similarities = []
-    for row in test.x.numpy().astype(np.float64):
-        bank = train.x.numpy().astype(np.float64)
+    for row in _float64(test):
         if cosine:
             lengths = np.linalg.norm(bank, axis=1) * np.linalg.norm(row)
             similarities.append(bank @ row / lengths)
         else:
-            similarities.append(-((bank - row) ** 2).sum(1))
+            distances = ((bank - row) ** 2).sum(1)
+            similarities.append(-distances)
     table = np.stack(similarities)
     numbers = np.argsort(-table, axis=1)[:, :k]
     return np.take_along_axis(table, numbers, 1), numbers
@@ -137,16 +167,17 @@ def _sorted_neighbours(train: Features, test: Features, k: int, *, cosine: bool)
 
 def _neighbours(device: torch.device) -> Measured:
     """Count the neighbours that differ from a sorted list of all distances, when the training images fill three blocks."""
-    train, test = _clusters(1, 300), _clusters(2, 50)
+    train = _clusters(1, 300)
+    test = _clusters(2, 50)
     blocks = knn._TRAIN_BLOCK
+    metrics: tuple[knn.Metric, ...] = ("euclidean", "cosine")
     different = 0
     try:
         for block in (128, blocks):
             knn._TRAIN_BLOCK = block
-            for cosine in (False, True):
-                metric: knn.Metric = "cosine" if cosine else "euclidean"
+            for metric in metrics:
                 _, found = knn.nearest_images(train.x, test.x, 5, metric, device)
-                _, expected = _sorted_neighbours(train, test, 5, cosine=cosine)
+                _, expected = _sorted_neighbours(train, test, 5, cosine=metric == "cosine")
                 different += int((found.numpy() != expected).sum())
     finally:
         knn._TRAIN_BLOCK = blocks
@@ -155,30 +186,40 @@ def _neighbours(device: torch.device) -> Measured:
 
 def _knn(device: torch.device) -> Measured:
     """Compare the accuracy in percent with votes that are counted one by one; ties go to the smallest label."""
-    train, test = _clusters(1, 300), _clusters(2, 151)
+    train = _clusters(1, 300)
+    test = _clusters(2, 151)
+    num_classes = len(train.class_names)
     found = knn.nearest_neighbours(train, test, 5, "euclidean", device)
-    guesses = knn.majority_vote(found.labels, len(train.class_names))
+    guesses = knn.majority_vote(found.labels, num_classes)
+
     _, numbers = _sorted_neighbours(train, test, 5, cosine=False)
+    train_labels = train.labels.numpy()
     right = 0
     for row, label in zip(numbers, test.labels.tolist(), strict=True):
-        votes = np.bincount(train.labels.numpy()[row], minlength=len(train.class_names))
+        votes = np.bincount(train_labels[row], minlength=num_classes)
+        # argmax returns the first of equal numbers, thus the smallest label.
         right += int(votes.argmax()) == label
-    return Measured(abs(scores.score(guesses[:, None], test)["top1"] - round(100 * right / 151, 4)), EXACT)
+    return Measured(_error_of_top1(guesses, test, right), EXACT)
 
 
 def _knn_cosine(device: torch.device) -> Measured:
     """Compare the accuracy in percent with weights that are added up one by one."""
-    train, test = _clusters(1, 300), _clusters(2, 151)
+    train = _clusters(1, 300)
+    test = _clusters(2, 151)
+    num_classes = len(train.class_names)
+    temperature = 0.07
     found = knn.nearest_neighbours(train, test, 20, "cosine", device)
-    guesses = knn.weighted_vote(found.scores, found.labels, len(train.class_names), 0.07)
+    guesses = knn.weighted_vote(found.scores, found.labels, num_classes, temperature)
+
     similarities, numbers = _sorted_neighbours(train, test, 20, cosine=True)
+    all_weights = np.exp(similarities / temperature)
     right = 0
-    for weights, row, label in zip(np.exp(similarities / 0.07), numbers, test.labels.tolist(), strict=True):
-        votes = np.zeros(len(train.class_names))
+    for weights, row, label in zip(all_weights, numbers, test.labels.tolist(), strict=True):
+        votes = np.zeros(num_classes)
         for weight, number in zip(weights, row, strict=True):
             votes[train.labels[number]] += weight
         right += int(votes.argmax()) == label
-    return Measured(abs(scores.score(guesses[:, None], test)["top1"] - round(100 * right / 151, 4)), EXACT)
+    return Measured(_error_of_top1(guesses, test, right), EXACT)
 
 
 # --- the linear probe ---
@@ -188,72 +229,103 @@ def _linear_probe(device: torch.device) -> Measured:
     """Compare the first guesses with those of softmax regression in numpy: the share of images that differ.
 
     The two compute in float32 and float64, so that a few guesses between two classes may differ."""
-    train, test = _clusters(1, 300), _clusters(2, 151)
-    config = LinearConfig(epochs=8, batch_size=64, rate_start=0.05, rate_end=0.005, weight_decay=1e-3)
-    found = linear.linear_probe(train, test, config, device, seed=3)[:, 0].numpy()
+    train = _clusters(1, 300)
+    test = _clusters(2, 151)
+    config = LinearConfig(
+        epochs=8,
+        batch_size=64,
+        rate_start=0.05,
+        rate_end=0.005,
+        weight_decay=1e-3,
+    )
+    guesses = linear.linear_probe(train, test, config, device, seed=3)
     expected = _numpy_probe(train, test, config, seed=3)
-    return Measured(float((found != expected).mean()), 0.02)
+    different = guesses[:, 0].numpy() != expected
+    return Measured(float(different.mean()), 0.02)
 
 
 def _numpy_probe(train: Features, test: Features, config: LinearConfig, seed: int) -> NDArray:
     """Train softmax regression with Adam and coupled weight decay in float64, and return the best class of each test image."""
-    x = train.x.numpy().astype(np.float64)
-    y = np.eye(len(train.class_names))[train.labels.numpy()]
+    x = _float64(train)  # (n, F)
+    num_classes = len(train.class_names)
+    y = np.eye(num_classes)[train.labels.numpy()]  # (n, C), one-hot
     # Only the random numbers are drawn as in the program: weights, bias, then the order of each epoch.
     generator = torch.Generator().manual_seed(seed)
     bound = x.shape[1] ** -0.5
-    shapes = ((y.shape[1], x.shape[1]), (y.shape[1],))
-    values = [torch.empty(shape).uniform_(-bound, bound, generator=generator).numpy() for shape in shapes]
-    values = [value.astype(np.float64) for value in values]
+    values: list[NDArray[np.float64]] = []
+    for shape in ((num_classes, x.shape[1]), (num_classes,)):
+        drawn = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        values.append(drawn.numpy().astype(np.float64))
+    # Moments of Adam, of the weights and of the bias.
     first = [np.zeros_like(value) for value in values]
     second = [np.zeros_like(value) for value in values]
     t = 0
+    decline = config.rate_end / config.rate_start
     for epoch in range(config.epochs):
-        rate = config.rate_start * (config.rate_end / config.rate_start) ** (epoch / (config.epochs - 1))
+        progress = epoch / (config.epochs - 1)
+        rate = config.rate_start * decline**progress
         order = torch.randperm(len(x), generator=generator).numpy()
         for start in range(0, len(x), config.batch_size):
             rows = order[start : start + config.batch_size]
+            # Softmax, with the largest logit subtracted so that exp cannot overflow.
             logits = x[rows] @ values[0].T + values[1]
-            p = np.exp(logits - logits.max(1, keepdims=True))
-            error = (p / p.sum(1, keepdims=True) - y[rows]) / len(rows)
+            exponentials = np.exp(logits - logits.max(1, keepdims=True))
+            p = exponentials / exponentials.sum(1, keepdims=True)
+            # Gradient of the mean cross-entropy with respect to the logits.
+            error = (p - y[rows]) / len(rows)
+            gradients = (error.T @ x[rows], error.sum(0))
             t += 1
-            for number, gradient in enumerate((error.T @ x[rows], error.sum(0))):
+            for number, gradient in enumerate(gradients):
                 g = gradient + config.weight_decay * values[number]
                 first[number] = 0.9 * first[number] + 0.1 * g
                 second[number] = 0.999 * second[number] + 0.001 * g**2
+                mean = first[number] / (1 - 0.9**t)
                 root = np.sqrt(second[number] / (1 - 0.999**t)) + 1e-8
-                values[number] = values[number] - rate * first[number] / (1 - 0.9**t) / root
-    return (test.x.numpy().astype(np.float64) @ values[0].T + values[1]).argmax(1)
+                values[number] = values[number] - rate * mean / root
+    logits = _float64(test) @ values[0].T + values[1]
+    return logits.argmax(1)
 
 
 def _standardised() -> Measured:
     """Compare with numpy; a constant feature becomes 0, and the test images are scaled as the training images."""
-    train, test = _clusters(1, 300), _clusters(2, 50)
-    train.x[:, 4] = test.x[:, 4] = 2.5
+    train = _clusters(1, 300)
+    test = _clusters(2, 50)
+    constant = 4
+    for split in (train, test):
+        split.x[:, constant] = 2.5
     found = linear.standardise(train, test)
-    x = train.x.numpy().astype(np.float64)
+
+    x = _float64(train)
+    mean = x.mean(0)
     deviation = x.std(0, ddof=1)
-    deviation[4] = np.inf
+    deviation[constant] = np.inf
     errors = []
     for ours, split in zip(found, (train, test), strict=True):
-        expected = (split.x.numpy() - x.mean(0)) / deviation
+        expected = (split.x.numpy() - mean) / deviation
         errors.append(relative_error(ours.x, torch.from_numpy(expected)))
     return Measured(largest(*errors), 1e-5)
 
 
 def _scores() -> Measured:
     """Compare the figures of a result with counts, in percent. One class has no image."""
-    rng = np.random.default_rng(0)
-    logits = rng.normal(0, 1, (_IMAGES, 8))
-    test = replace(_clusters(4, _IMAGES), class_names=[f"class {number}" for number in range(8)])
-    labels = test.labels.numpy()
+    logits = np.random.default_rng(0).normal(0, 1, (_IMAGES, 8))
+    # The clusters have seven classes, so no image has the eighth.
+    names = [f"class {number}" for number in range(8)]
+    test = replace(_clusters(4, _IMAGES), class_names=names)
     guesses = scores.top_guesses(torch.from_numpy(logits))
     found: dict[str, Any] = scores.score(guesses, test)
+
+    labels = test.labels.numpy()
     ranked = np.argsort(-logits, axis=1)
     right = ranked[:, 0] == labels
-    expected = {"top1": 100 * right.mean(), "top5": 100 * (ranked[:, :5] == labels[:, None]).any(1).mean()}
-    errors = [abs(found[name] - value) for name, value in expected.items()]
+    in_first_five = (ranked[:, :5] == labels[:, None]).any(1)
     by_class = found["per_class_top1"]
-    errors += [abs(by_class[f"class {c}"] - 100 * right[labels == c].mean()) for c in range(7)]
-    errors.append(float("class 7" in by_class))
+    errors = [
+        abs(found["top1"] - 100 * right.mean()),
+        abs(found["top5"] - 100 * in_first_five.mean()),
+        float(names[7] in by_class),
+    ]
+    for number in range(7):
+        expected = 100 * right[labels == number].mean()
+        errors.append(abs(by_class[names[number]] - expected))
     return Measured(max(errors), 1e-4)

@@ -13,10 +13,20 @@ from kernels.whitening import whiten, whiten_with_status
 from trainer.config.schema import OptimizerConfig
 from trainer.optimizer import build_optimizer, update
 from trainer.verify import plain
-from trainer.verify.check import EXACT, Item, Measured, Place, SkipCheck, largest, relative_error
+from trainer.verify.check import (
+    EXACT,
+    Item,
+    Measured,
+    Place,
+    SkipCheck,
+    draw_normal,
+    largest,
+    largest_relative,
+    relative_error,
+)
 
 # Slices, rows, columns: small ones, one that does not fill the tiles of a kernel, and the sizes of the recipes.
-_SIZES = ((2, 5, 2), (3, 70, 33), (4, 256, 128))
+_SIZES: tuple[tuple[int, int, int], ...] = ((2, 5, 2), (3, 70, 33), (4, 256, 128))
 _INTERPRETED_SIZES = ((2, 5, 2), (1, 40, 17))
 _CONDITION = 100.0
 _FLOAT64 = 1e-9
@@ -30,20 +40,25 @@ def kernels_items(place: Place) -> Iterator[Item]:
     for whitening in WHITENINGS:
         for backend in ("reference", "torch"):
             for eps in (0.0, 0.1):
-                name = f"{whitening} by {backend}" + (f", eps {eps}" if eps else "")
+                name = f"{whitening} by {backend}{_shown_eps(eps)}"
                 yield name, partial(_whitening, device, whitening, backend, eps, torch.float32)
         yield f"{whitening} by torch in float64", partial(_whitening, device, whitening, "torch", 0.1, torch.float64)
     yield "cholesky by torch, factor in float64", partial(_float64_factor, device)
     for eps in (0.0, 0.1):
-        name = "cholesky by Triton" + (f", eps {eps}" if eps else "")
+        name = f"cholesky by Triton{_shown_eps(eps)}"
         yield name, partial(_whitening, device, "cholesky", "triton", eps, torch.float32)
     for backend in ("reference", "torch", "triton"):
         yield f"a slice that cannot be whitened, {backend}", partial(_failed_slice, device, backend)
     yield "LARS by Triton", partial(_lars, device)
 
 
+def _shown_eps(eps: float) -> str:
+    return f", eps {eps}" if eps else ""
+
+
 def _require_triton(device: torch.device) -> None:
     """Raise SkipCheck if the Triton kernels cannot run here."""
+    # The same test decides which kernels a run may use.
     reason = why_not("triton", device.type, 1, in_float64=False)
     if reason:
         raise SkipCheck(f"Triton {reason}")
@@ -52,35 +67,46 @@ def _require_triton(device: torch.device) -> None:
 def _slices(batch: int, num_rows: int, size: int, condition: float = _CONDITION) -> Tensor:
     """Draw slices (B, M, k) in float64 whose covariances have about the given condition number, with a mean of 1."""
     generator = torch.Generator().manual_seed(size)
-    white = torch.randn(batch, num_rows, size, dtype=torch.float64, generator=generator)
-    rotation = torch.randn(batch, size, size, dtype=torch.float64, generator=generator)
+    white = draw_normal(generator, batch, num_rows, size)
+    rotation = torch.linalg.qr(draw_normal(generator, batch, size, size)).Q
+    # The condition is a ratio of variances, so the deviations have the ratio of its root.
     deviations = torch.logspace(0, 0.5, size, base=condition, dtype=torch.float64)
-    return (white * deviations) @ torch.linalg.qr(rotation).Q + 1
+    return (white * deviations) @ rotation + 1
 
 
 def _whitening(
-    device: torch.device, whitening: str, backend: str, eps: float, dtype: torch.dtype, condition: float = _CONDITION
+    device: torch.device,
+    whitening: str,
+    backend: str,
+    eps: float,
+    dtype: torch.dtype,
 ) -> Measured:
     """Compare z and the gradient of sum(z * g) with the definition of the same rounded rows."""
-    is_interpreted = backend == "triton" and device.type == "cpu"
+    sizes = _SIZES
     if backend == "triton":
         _require_triton(device)
-    errors = []
-    for batch, num_rows, size in _INTERPRETED_SIZES if is_interpreted else _SIZES:
-        x = _slices(batch, num_rows, size, condition).to(device, dtype).requires_grad_()
-        grad_z = _slices(batch, num_rows, size).flip(1).to(device, dtype)
+        if device.type == "cpu":
+            sizes = _INTERPRETED_SIZES
+    pairs = []
+    for batch, num_rows, size in sizes:
+        drawn = _slices(batch, num_rows, size)
+        x = drawn.to(device, dtype).requires_grad_()
+        grad_z = drawn.flip(1).to(device, dtype)
         z = whiten(x, whitening=whitening, eps=eps, backend=backend)
         (gradient,) = torch.autograd.grad(z, x, grad_z)
+
         exact = x.detach().double().requires_grad_()
         expected = torch.stack([plain.whiten(rows, whitening, eps) for rows in exact])
         (exact_gradient,) = torch.autograd.grad(expected, exact, grad_z.double())
-        errors += [relative_error(z, expected), relative_error(gradient, exact_gradient)]
-    return Measured(largest(*errors), _FLOAT64 if dtype == torch.float64 else _FLOAT32)
+        pairs += [(z, expected), (gradient, exact_gradient)]
+    bound = _FLOAT64 if dtype == torch.float64 else _FLOAT32
+    return Measured(largest_relative(pairs), bound)
 
 
 def _float64_factor(device: torch.device) -> Measured:
     """Whiten float32 rows of condition 1e6: only a factor in float64 is as exact as this bound."""
-    x = _slices(4, 128, 64, 1e6).float().to(device)
+    # A condition of 1e6 uses up the digits of float32.
+    x = _slices(4, 128, 64, condition=1e6).float().to(device)
     z = whiten(x, backend="torch", cholesky_float64=True)
     expected = torch.stack([plain.whiten(rows) for rows in x.double()])
     return Measured(relative_error(z, expected), 1e-6)
@@ -97,14 +123,18 @@ def _failed_slice(device: torch.device, backend: str) -> Measured:
     for rows in (x, spoiled):
         leaf = rows.clone().requires_grad_()
         z, status = whiten_with_status(leaf, backend=backend)
-        (gradient,) = torch.autograd.grad(z, leaf, torch.ones_like(z).cumsum(1))
-        found.append((z.detach(), gradient, status.ok.tolist()))
-    (z, gradient, _), (spoiled_z, spoiled_gradient, ok) = found
+        # Another weight for each row, so that rows cannot be exchanged.
+        weights = torch.ones_like(z).cumsum(1)
+        (gradient,) = torch.autograd.grad(z, leaf, weights)
+        # Value and gradient of both slices, (2, 2, M, k).
+        found.append(torch.stack([z.detach(), gradient], dim=1))
+    ok = status.ok.tolist()  # of the spoiled slices
     if ok != [False, True]:
         raise ValueError(f"the status of the two slices is {ok}, expected [False, True]")
-    zeros = torch.cat([spoiled_z[0], spoiled_gradient[0]]).abs().max().item()
-    changes = [(spoiled_z[1] - z[1]).abs().max().item(), (spoiled_gradient[1] - gradient[1]).abs().max().item()]
-    return Measured(largest(zeros, *changes), EXACT)
+    before, after = found
+    not_zero = after[0].abs().max().item()
+    change = (after[1] - before[1]).abs().max().item()
+    return Measured(largest(not_zero, change), EXACT)
 
 
 def _lars(device: torch.device) -> Measured:
@@ -117,13 +147,15 @@ def _lars(device: torch.device) -> Measured:
     model = nn.ParameterList(weights).to(device).to(memory_format=torch.channels_last)
     config = OptimizerConfig(name="lars", backend="triton", weight_decay=1e-2)
     optimizer = build_optimizer(model, config, device)
+    not_skipped = torch.tensor(False, device=device)
     expected = [w.double() for w in weights]
     states: list[dict] = [{} for _ in weights]
     for rate in _RATES:
-        gradients = [torch.randn(shape, generator=generator) for shape in shapes]
-        for number, (p, g) in enumerate(zip(model.parameters(), gradients, strict=True)):
+        for number, p in enumerate(model.parameters()):
+            g = torch.randn(shapes[number], generator=generator)
+            # The gradient gets the memory layout of its weight, as in training.
             p.grad = torch.empty_like(p).copy_(g)
             expected[number] = plain.updated(config, expected[number], g.double(), states[number], rate)
-        update(optimizer, rate, torch.tensor(False, device=device))
+        update(optimizer, rate, not_skipped)
     pairs = zip(model.parameters(), expected, strict=True)
-    return Measured(largest(*(relative_error(p, w) for p, w in pairs)), 1e-5)
+    return Measured(largest_relative(pairs), 1e-5)

@@ -30,6 +30,7 @@ def coloured_pictures(count: int) -> list[bytes]:
     index = open_index(demo_root(), "test")
     pictures = []
     for number in range(count):
+        # Each picture takes its own photographs: a mosaic for each of three channels.
         first = number * 3 * _TILES * _TILES
         planes = [_mosaic(index, first + channel * _TILES * _TILES) for channel in range(3)]
         grey = sum(planes) / 3
@@ -37,6 +38,7 @@ def coloured_pictures(count: int) -> list[bytes]:
         pixels = np.rint(np.stack(channels, axis=-1)).astype(np.uint8)
         # Height and width differ, so that they cannot be exchanged.
         pixels = pixels[:84] if number % 2 else pixels[:, :84]
+        # PNG keeps every level, so that decoders cannot differ.
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG")
         pictures.append(buffer.getvalue())
@@ -49,5 +51,6 @@ def _mosaic(index: Index, first: int) -> NDArray[np.float64]:
     for number in range(first, first + _TILES * _TILES):
         photograph = Image.open(io.BytesIO(index.read(number))).convert("L")
         tiles.append(np.asarray(photograph, np.float64))
+    # Join the tiles to rows, and the rows to a picture.
     rows = [np.concatenate(tiles[start : start + _TILES], axis=1) for start in range(0, len(tiles), _TILES)]
     return np.concatenate(rows, axis=0)

@@ -5,7 +5,7 @@ Shapes: d views, N images, M rows of a slice, k embedding size; v (d*N, k) is vi
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from trainer.config.schema import OptimizerConfig
 
 def whiten(rows: Tensor, whitening: str = "cholesky", eps: float = 0.0) -> Tensor:
     """Whiten the rows (M, k) of one slice by their own covariance, which has the divisor M - 1."""
-    covariance = torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1])
-    identity = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    a = (1 - eps) * covariance + eps * covariance.diagonal().mean() * identity
+    size = rows.shape[1]
+    # torch.cov returns a 0-d tensor for one column.
+    covariance = torch.cov(rows.T).reshape(size, size)
+    identity = torch.eye(size, dtype=rows.dtype, device=rows.device)
+    mean_variance = covariance.diagonal().mean()
+    a = (1 - eps) * covariance + eps * mean_variance * identity
     if whitening == "cholesky":
         w = torch.linalg.inv(torch.linalg.cholesky(a))
     elif whitening == "zca":
@@ -42,6 +45,7 @@ def wmse(
     normalize: bool = True,
 ) -> Tensor:
     """Compute the W-MSE loss. orders: (iterations, N), the order in which each iteration cuts the images into slices."""
+    # Rows are view-major, so a chunk is a view.
     views = v.chunk(num_views)
     distances = []
     for order in orders:
@@ -70,9 +74,10 @@ def contrastive(v: Tensor, num_views: int, temperature: float) -> Tensor:
     views = unit.chunk(num_views)
     losses = []
     for a, b in permutations(views, 2):
+        rows = torch.cat([a, b])  # (2*N, k)
         for image in range(len(a)):
-            similarities = torch.cat([a, b]) @ a[image] / temperature
-            is_other = torch.arange(2 * len(a), device=v.device) != image
+            similarities = rows @ a[image] / temperature
+            is_other = torch.arange(len(rows), device=v.device) != image
             positive = similarities[len(a) + image]
             losses.append(similarities[is_other].logsumexp(0) - positive)
     return torch.stack(losses).mean()
@@ -82,8 +87,12 @@ def regression(predictions: Tensor, targets: Tensor, num_views: int) -> Tensor:
     """Compute the loss of BYOL and SimSiam: over pairs of views, both distances 2 - 2 cos of a pair are added up."""
     p = predictions.chunk(num_views)
     t = targets.chunk(num_views)
-    pairs = [_distance(p[a], t[b], True) + _distance(p[b], t[a], True) for a, b in combinations(range(num_views), 2)]
-    return torch.stack(pairs).mean()
+    losses = []
+    for a, b in combinations(range(num_views), 2):
+        there = _distance(p[a], t[b], True)
+        back = _distance(p[b], t[a], True)
+        losses.append(there + back)
+    return torch.stack(losses).mean()
 
 
 def barlow_twins(v: Tensor, num_views: int, off_diagonal_weight: float, eps: float = 1e-5) -> Tensor:
@@ -91,44 +100,62 @@ def barlow_twins(v: Tensor, num_views: int, off_diagonal_weight: float, eps: flo
     standardised = []
     for view in v.chunk(num_views):
         variance = view.var(0, correction=0)
-        standardised.append((view - view.mean(0)) / (variance + eps).sqrt())
+        deviation = (variance + eps).sqrt()
+        standardised.append((view - view.mean(0)) / deviation)
     losses = []
     for a, b in combinations(standardised, 2):
         correlation = a.T @ b / len(a)
+        # The sum of all elements of a matrix (k, k) is the loss of a pair of views.
+        terms = []
         for i, row in enumerate(correlation):
             for j, value in enumerate(row):
-                losses.append((1 - value) ** 2 if i == j else off_diagonal_weight * value**2)
-    return torch.stack(losses).sum() / len(list(combinations(standardised, 2)))
+                if i == j:
+                    terms.append((1 - value) ** 2)
+                else:
+                    terms.append(off_diagonal_weight * value**2)
+        losses.append(torch.stack(terms).sum())
+    return torch.stack(losses).mean()
 
 
 def vicreg(v: Tensor, num_views: int, eps: float = 1e-4) -> tuple[Tensor, Tensor, Tensor]:
     """Compute invariance, variance and covariance of VICReg before they are weighted."""
     views = v.chunk(num_views)
-    invariance = torch.stack([((a - b) ** 2).mean() for a, b in combinations(views, 2)]).mean()
-    spreads = [torch.relu(1 - (view.var(0) + eps).sqrt()).mean() for view in views]
+    distances = [((a - b) ** 2).mean() for a, b in combinations(views, 2)]
+    spreads = []
     off_diagonals = []
     for view in views:
+        deviation = (view.var(0) + eps).sqrt()
+        spreads.append(torch.relu(1 - deviation).mean())
         covariance = torch.cov(view.T)
-        off_diagonals.append(((covariance - torch.diag(covariance.diagonal())) ** 2).sum() / view.shape[1])
+        off_diagonal = covariance - torch.diag(covariance.diagonal())
+        off_diagonals.append((off_diagonal**2).sum() / view.shape[1])
+    invariance = torch.stack(distances).mean()
+    variance = torch.stack(spreads).mean()
     # The paper adds the terms of two views; the mean of several views is taken twice.
-    return invariance, torch.stack(spreads).mean(), 2 * torch.stack(off_diagonals).mean()
+    return invariance, variance, 2 * torch.stack(off_diagonals).mean()
 
 
 def swav(scores: Tensor, num_views: int, temperature: float, epsilon: float, iterations: int) -> Tensor:
-    """Compute the swapped prediction of SwAV, with the Sinkhorn steps in the form that the authors published."""
+    """Compute the swapped prediction of SwAV, with the Sinkhorn steps in the form that the authors published.
+
+    scores: (d*N, P), similarities of the embeddings to P prototypes."""
     views = scores.chunk(num_views)
     targets = []
     for view in views:
-        q = (view.detach() / epsilon).exp().T
+        q = (view.detach() / epsilon).exp().T  # (P, N)
+        num_prototypes, num_images = q.shape
         q = q / q.sum()
+        # Every prototype and every image gets the same total weight.
         for _ in range(iterations):
-            q = q / q.sum(1, keepdim=True) / q.shape[0]
-            q = q / q.sum(0, keepdim=True) / q.shape[1]
-        targets.append((q * q.shape[1]).T)
+            q = q / q.sum(1, keepdim=True) / num_prototypes
+            q = q / q.sum(0, keepdim=True) / num_images
+        targets.append((q * num_images).T)
     losses = []
+    # Each view predicts the targets of every other one.
     for a, b in permutations(range(num_views), 2):
         log_prediction = torch.log_softmax(views[b] / temperature, dim=1)
-        losses.append(-(targets[a] * log_prediction).sum(1).mean())
+        cross_entropy = -(targets[a] * log_prediction).sum(1)
+        losses.append(cross_entropy.mean())
     return torch.stack(losses).mean()
 
 
@@ -136,20 +163,25 @@ def queue_contrast(queries: Tensor, keys: Tensor, queue: Tensor, temperature: fl
     """Compute the loss of MoCo: cross-entropy of each query's key against the queue."""
     losses = []
     for query, key in zip(queries, keys, strict=True):
-        similarities = torch.cat([key[None], queue]) @ query / temperature
+        # The key of the same image comes first.
+        candidates = torch.cat([key[None], queue])
+        similarities = candidates @ query / temperature
         losses.append(similarities.logsumexp(0) - similarities[0])
     return torch.stack(losses).mean()
 
 
 def alignment(x: Tensor, y: Tensor) -> Tensor:
     """Compute the mean squared distance of the rows of x and y."""
-    return torch.stack([((a - b) ** 2).sum() for a, b in zip(x, y, strict=True)]).mean()
+    distances = [((a - b) ** 2).sum() for a, b in zip(x, y, strict=True)]
+    return torch.stack(distances).mean()
 
 
 def uniformity(x: Tensor, queue: Tensor, t: float) -> Tensor:
     """Compute the log of the mean of exp(-t distance^2), over all pairs of rows of x, and over x times the queue."""
-    pairs = [*combinations(x, 2), *((row, key) for row in x for key in queue)]
-    terms = [(-t * ((a - b) ** 2).sum()).exp() for a, b in pairs]
+    terms = []
+    for a, b in (*combinations(x, 2), *product(x, queue)):
+        squared_distance = ((a - b) ** 2).sum()
+        terms.append((-t * squared_distance).exp())
     return torch.stack(terms).mean().log()
 
 
@@ -158,24 +190,19 @@ def uniformity(x: Tensor, queue: Tensor, t: float) -> Tensor:
 
 def updated(config: OptimizerConfig, w: Tensor, g: Tensor, state: dict[str, Any], rate: float) -> Tensor:
     """Return a tensor after one update by the definition of the optimizer. state: empty before the first update; changed."""
-    decay = config.weight_decay
     if config.name in ("adam", "adamw"):
-        if config.name == "adam":
-            g = g + decay * w
-        elif w.ndim > 1:
-            w = w - rate * decay * w
-        t = state["t"] = state.get("t", 0) + 1
-        m = state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
-        v = state["v"] = 0.999 * state.get("v", 0) + 0.001 * g**2
-        return w - rate * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        return _updated_by_adam(config, w, g, state, rate)
     trust: Tensor | float = 1.0
+    # LARC scales the gradient and the decay together, and every tensor.
     if config.name == "larc":
-        norm_w, norm_g = w.norm(), g.norm()
+        norm_w = w.norm()
+        norm_g = g.norm()
         if norm_w > 0 and norm_g > 0:
-            trust = config.trust_coefficient * norm_w / (norm_g + decay * norm_w + 1e-8)
-            g = g + decay * w
+            trust = config.trust_coefficient * norm_w / (norm_g + config.weight_decay * norm_w + 1e-8)
+            g = g + config.weight_decay * w
     elif config.name == "sgd" or w.ndim > 1:
-        g = g + decay * w
+        # LARS leaves biases and the weights of BatchNorm without decay and without trust ratio.
+        g = g + config.weight_decay * w
         if config.name == "lars" and w.norm() > 0 and g.norm() > 0:
             trust = config.trust_coefficient * w.norm() / g.norm()
     # SimCLR's LARS applies the rate to what enters the buffer, the others apply it to the buffer.
@@ -184,3 +211,25 @@ def updated(config: OptimizerConfig, w: Tensor, g: Tensor, state: dict[str, Any]
         return w - state["v"]
     state["v"] = config.momentum * state.get("v", 0) + trust * g
     return w - rate * state["v"]
+
+
+def _updated_by_adam(
+    config: OptimizerConfig,
+    w: Tensor,
+    g: Tensor,
+    state: dict[str, Any],
+    rate: float,
+) -> Tensor:
+    """Return a tensor after one update of Adam, or of AdamW, whose weight decay does not enter the moments."""
+    if config.name == "adam":
+        g = g + config.weight_decay * w
+    elif w.ndim > 1:
+        w = w - rate * config.weight_decay * w
+    t = state.get("t", 0) + 1
+    m = 0.9 * state.get("m", 0) + 0.1 * g
+    v = 0.999 * state.get("v", 0) + 0.001 * g**2
+    state.update(t=t, m=m, v=v)
+    # The moments begin at 0, which the divisions correct.
+    mean = m / (1 - 0.9**t)
+    root = (v / (1 - 0.999**t)).sqrt()
+    return w - rate * mean / (root + 1e-8)

@@ -12,24 +12,29 @@ from PIL import Image
 from trainer.config.schema import ViewsConfig
 from trainer.data.plan import Plan, crop_windows
 
-_INTERPOLATION = {"bicubic": F.InterpolationMode.BICUBIC, "bilinear": F.InterpolationMode.BILINEAR}
+_INTERPOLATION = {
+    "bicubic": F.InterpolationMode.BICUBIC,
+    "bilinear": F.InterpolationMode.BILINEAR,
+}
 
 
 def reference_views(encoded: list[bytes], plan: Plan, recipe: ViewsConfig) -> torch.Tensor:
     """Return the views of N encoded images, (d, N, 3, S, S) uint8."""
     images = [F.pil_to_tensor(Image.open(io.BytesIO(data)).convert("RGB")) for data in encoded]
     sizes = np.array([image.shape[1:] for image in images])
+    # The windows are those of the program, which have a check of their own.
     windows = crop_windows(plan, recipe, sizes[:, 0], sizes[:, 1])
-    return torch.stack(
-        [
-            torch.stack([_view(image, plan, recipe, windows, row, view) for row, image in enumerate(images)])
-            for view in range(recipe.num_views)
-        ]
-    )
+    # View-major: all images of the first view, then those of the next one.
+    views = []
+    for view in range(recipe.num_views):
+        of_images = [_view(image, plan, recipe, windows, row, view) for row, image in enumerate(images)]
+        views.append(torch.stack(of_images))
+    return torch.stack(views)
 
 
 def reference_centre_crop(encoded: bytes, recipe: ViewsConfig) -> torch.Tensor:
     """Return the centre crop of an evaluation, (3, S, S) uint8."""
+    # Resize the shorter edge, then cut out the centre, both by torchvision.
     image = Image.open(io.BytesIO(encoded)).convert("RGB")
     image = F.resize(image, recipe.eval_resize, _INTERPOLATION[recipe.interpolation])
     return F.pil_to_tensor(F.center_crop(image, recipe.size))
@@ -39,19 +44,31 @@ def _view(
     image: torch.Tensor, plan: Plan, recipe: ViewsConfig, windows: np.ndarray, row: int, view: int
 ) -> torch.Tensor:
     """Return one view of one image, (3, S, S) uint8."""
+    # The colours change before or after the crop, as the recipe says.
     if recipe.order == "color_first":
         image = _color(image, plan, row, view)
     top, left, height, width = map(int, windows[row, view])
     v = F.resized_crop(
-        image, top, left, height, width, [recipe.size] * 2, _INTERPOLATION[recipe.interpolation], antialias=True
+        image,
+        top,
+        left,
+        height,
+        width,
+        size=[recipe.size] * 2,
+        interpolation=_INTERPOLATION[recipe.interpolation],
+        antialias=True,
     )
     if plan.flip[row, view]:
         v = F.horizontal_flip(v)
     if recipe.order == "crop_first":
         v = _color(v, plan, row, view)
+    # A sigma of 0 stands for a view without blur.
     sigma = float(plan.blur_sigma[row, view])
-    v = F.gaussian_blur(v, [recipe.blur_window] * 2, [sigma] * 2) if sigma else v
-    return F.solarize(v, 128) if plan.solarize[row, view] else v
+    if sigma:
+        v = F.gaussian_blur(v, [recipe.blur_window] * 2, [sigma] * 2)
+    if plan.solarize[row, view]:
+        v = F.solarize(v, 128)
+    return v
 
 
 def _color(v: torch.Tensor, plan: Plan, row: int, view: int) -> torch.Tensor:

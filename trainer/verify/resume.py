@@ -27,7 +27,11 @@ from trainer.verify.training import tiny_config
 _STEPS = 5
 _STOP = 3
 # A method without state of its own, and one with a target network and a queue.
-_RUNS = {"wmse, adam": ("wmse", "adam"), "wmse, lars": ("wmse", "lars"), "moco, sgd": ("moco", "sgd")}
+_RUNS = {
+    "wmse, adam": ("wmse", "adam"),
+    "wmse, lars": ("wmse", "lars"),
+    "moco, sgd": ("moco", "sgd"),
+}
 
 
 def resume_items(place: Place) -> Iterator[Item]:
@@ -44,7 +48,12 @@ def _config(method: str, optimizer: str, device: torch.device) -> Config:
         config,
         device="cuda" if device.type == "cuda" else "cpu",
         data=DataConfig(root=str(demo_root()), images_per_step=32),
-        optimizer=OptimizerConfig(name=optimizer, learning_rate=0.1, learning_rate_rule="fixed", epochs=1),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(
+            name=optimizer,  # type: ignore[arg-type]
+            learning_rate=0.1,
+            learning_rate_rule="fixed",
+            epochs=1,
+        ),
         checkpoint=CheckpointConfig(every_minutes=0),
     )
 
@@ -53,7 +62,9 @@ def _resumed(place: Place, device: torch.device, method: str, optimizer: str) ->
     """Return the largest difference of any weight, moment, statistic or metric between the two checkpoints."""
     config = _config(method, optimizer, device)
     found = []
-    for name, ends in (("whole", (_STEPS,)), ("stopped", (_STOP, _STEPS))):
+    # One run makes all steps at once, the other one ends in between and is resumed.
+    runs = {"whole": (_STEPS,), "stopped": (_STOP, _STEPS)}
+    for name, ends in runs.items():
         folder = place.folder / f"{device.type} {method} {optimizer} {name}"
         for end in ends:
             _run_until(config, device, folder, end)
@@ -63,8 +74,14 @@ def _resumed(place: Place, device: torch.device, method: str, optimizer: str) ->
         found.append(_numbers(load_checkpoint(path)))
     whole, stopped = found
     if whole.keys() != stopped.keys():
-        raise ValueError(f"the checkpoints hold different entries: {sorted(whole.keys() ^ stopped.keys())[:3]}")
-    differences = [(stopped[name] - value).abs().max().item() for name, value in whole.items() if value.numel()]
+        only_in_one = sorted(whole.keys() ^ stopped.keys())
+        raise ValueError(f"the checkpoints hold different entries: {only_in_one[:3]}")
+    differences = []
+    for name, value in whole.items():
+        # An empty tensor has no largest element.
+        if value.numel():
+            difference = (stopped[name] - value).abs().max()
+            differences.append(difference.item())
     return Measured(max(differences), EXACT)
 
 
@@ -77,7 +94,9 @@ def _run_until(config: Config, device: torch.device, folder: Any, end: int) -> N
         first = resume(run, sums)
         with closing(Saver(run.checkpoints, 3, ())) as saver:
             for batch in build_loader(run, first):
-                sums.add(run.step(batch.views, batch.step, run.schedule.learning_rate(batch.step)))
+                rate = run.schedule.learning_rate(batch.step)
+                result = run.step(batch.views, batch.step, rate)
+                sums.add(result)
             save(run, saver, end, sums)
             saver.wait()
 

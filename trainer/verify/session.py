@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainer.cluster.local import rank_environment, start
 from trainer.distributed.process_group import process_group
-from trainer.verify.check import Check, Item, Measured, Place, run_items
+from trainer.verify.check import Check, Item, Measured, Place, largest, run_items
 from trainer.verify.training import tiny_config
 
 LOCAL_RANKS = 2
@@ -45,12 +45,12 @@ def _agreed(measure: Callable[[], Measured]) -> Callable[[], Measured]:
             own = (0.0, 0.0, f"{type(failure).__name__}: {failure}")
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
-        problems = [f"rank {rank}: {problem}" for rank, (_, _, problem) in enumerate(found) if problem]
-        if problems:
-            raise RuntimeError(problems[0])
-        # A NaN must not get lost.
-        worst = next((error for error, _, _ in found if error != error), max(error for error, _, _ in found))
-        return Measured(worst, found[0][1])
+        for rank, (_, _, problem) in enumerate(found):
+            if problem:
+                raise RuntimeError(f"rank {rank}: {problem}")
+        errors = [error for error, _, _ in found]
+        _, bound, _ = found[0]  # all ranks have the same one
+        return Measured(largest(*errors), bound)
 
     return measure_on_all_ranks
 
@@ -63,6 +63,7 @@ class LocalRanks:
         self._names = names
         self._result = folder / "together.json"
         self._logs = [folder / f"rank{rank}.txt" for rank in range(LOCAL_RANKS)]
+        # The ranks run the same command, and write their checks to a file.
         words = ["verify", "--together", str(self._result), "--only", *names]
         launch = f"verify.{time.time_ns()}.{folder.name}"
         self._processes: list[subprocess.Popen[bytes]] = []

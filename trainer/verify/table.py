@@ -11,7 +11,11 @@ from rich.table import Table
 
 from trainer.verify.check import Check
 
-_COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+_COLOURS = {
+    "passed": "green",
+    "failed": "bold red",
+    "skipped": "yellow",
+}
 
 
 def print_checks(checks: Sequence[Check]) -> None:
@@ -20,6 +24,7 @@ def print_checks(checks: Sequence[Check]) -> None:
         for check in checks:
             print(f"{check.result:<8} {check.group:<10} {check.name}: {_outcome(check)}")
         return
+    # Names and reasons may contain brackets, which rich would take for markup.
     table = Table("group", "check", "error", "bound", "result")
     for check in checks:
         result = f"[{_COLOURS[check.result]}]{check.result}[/]"

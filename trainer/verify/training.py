@@ -46,7 +46,12 @@ def tiny_config(
     method fixes them. whiten: SimCLR on whitened embeddings."""
     statistics: Literal["per_view", "joint"] = "per_view" if per_view else "joint"
     has_queue = method in ("moco", "align_uniform")
-    queue: dict[str, Any] = {"queue_size": 6 * images, "batch_norm_rows": 4, "shuffle_images": 8}
+    # Both methods with a queue shuffle the images among groups of rows for BatchNorm.
+    queue: dict[str, Any] = {
+        "queue_size": 6 * images,
+        "batch_norm_rows": 4,
+        "shuffle_images": 8,
+    }
     return Config(
         method=method,
         precision="fp32",
@@ -57,6 +62,7 @@ def tiny_config(
         model=ModelConfig(
             "test_resnet",
             stem="half",
+            # A block whose last weights are 0 would hide errors in the others.
             zero_init_last=False,
             projector="mlp",
             projector_hidden=(12,),
@@ -70,8 +76,13 @@ def tiny_config(
         moco=MoCoSettings(**queue),
         align_uniform=AlignUniformSettings(**queue),
         swav=SwAVSettings(prototypes=6, freeze_prototypes_steps=0),
+        # With these settings an update subtracts the gradient.
         optimizer=OptimizerConfig(
-            name="sgd", learning_rate=1.0, learning_rate_rule="fixed", momentum=0.0, weight_decay=0.0
+            name="sgd",
+            learning_rate=1.0,
+            learning_rate_rule="fixed",
+            momentum=0.0,
+            weight_decay=0.0,
         ),
     )
 
@@ -79,6 +90,7 @@ def tiny_config(
 def train_step(config: Config, ranks: Ranks, device: torch.device, *, dtype: torch.dtype = torch.float64) -> TrainStep:
     """Build the step as a run does, with weights of the given type. Every rank calls this."""
     before = torch.get_default_dtype()
+    # The networks are built in the default type.
     torch.set_default_dtype(dtype)
     try:
         return build_step(config, ranks, device, total_steps=TOTAL_STEPS)
@@ -88,8 +100,11 @@ def train_step(config: Config, ranks: Ranks, device: torch.device, *, dtype: tor
 
 def draw_pixels(config: Config, device: torch.device) -> Tensor:
     """Draw the views of all images of a step, (d*N, 3, S, S) uint8, channels_last, view-major."""
-    shape = (config.views.num_views * config.data.images_per_step, 3, config.views.size, config.views.size)
-    pixels = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    num_rows = config.views.num_views * config.data.images_per_step
+    shape = (num_rows, 3, config.views.size, config.views.size)
+    # Drawn on the CPU, so that every rank and every device gets the same pixels.
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     return pixels.to(device).contiguous(memory_format=torch.channels_last)
 
 

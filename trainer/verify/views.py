@@ -35,7 +35,13 @@ _PLAIN = ViewsConfig(
     blur_probability=0.0,
 )
 _COLOUR = replace(
-    _PLAIN, color_probability=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.0, gray_probability=0.1
+    _PLAIN,
+    color_probability=0.8,
+    brightness=0.4,
+    contrast=0.4,
+    saturation=0.4,
+    hue=0.0,
+    gray_probability=0.1,
 )
 _BLUR = replace(_PLAIN, blur_probability=0.5)
 _ALL = replace(_COLOUR, hue=0.1, blur_probability=0.5)
@@ -59,15 +65,12 @@ def views_items(place: Place) -> Iterator[Item]:
     yield "colour operations in their drawn order", _colours
     yield "normalisation of pixels", partial(_normalisation, place.device)
     for on_gpu in (False, True):
+        device = "DALI on the GPU" if on_gpu else "DALI on the CPU"
         for name, (recipe, of_worst_view, bound) in _RECIPES.items():
-            yield f"{_device(on_gpu)}: {name}", partial(_views, place, on_gpu, recipe, of_worst_view, bound)
-        yield f"{_device(on_gpu)}: the loader returns the planned views", partial(_loader, place, on_gpu)
-        yield f"{_device(on_gpu)}: solarisation", partial(_solarisation, place, on_gpu)
-        yield f"{_device(on_gpu)}: centre crop of an evaluation", partial(_centre_crops, place, on_gpu)
-
-
-def _device(on_gpu: bool) -> str:
-    return "DALI on the GPU" if on_gpu else "DALI on the CPU"
+            yield f"{device}: {name}", partial(_views, place, on_gpu, recipe, of_worst_view, bound)
+        yield f"{device}: the loader returns the planned views", partial(_loader, place, on_gpu)
+        yield f"{device}: solarisation", partial(_solarisation, place, on_gpu)
+        yield f"{device}: centre crop of an evaluation", partial(_centre_crops, place, on_gpu)
 
 
 def _gpu(place: Place, on_gpu: bool) -> int | None:
@@ -83,7 +86,11 @@ def _gpu(place: Place, on_gpu: bool) -> int | None:
 
 def _plan(recipe: ViewsConfig, first: int = 0, count: int = _PICTURES) -> Plan:
     planner = Planner(
-        recipe, seed=1, num_images=4 * _PICTURES, images_per_step=_PICTURES, images=ImageRange(first, count)
+        recipe,
+        seed=1,
+        num_images=4 * _PICTURES,
+        images_per_step=_PICTURES,
+        images=ImageRange(first, count),
     )
     return planner.plan(0)
 
@@ -94,12 +101,14 @@ def _views(place: Place, on_gpu: bool, recipe: ViewsConfig, of_worst_view: bool,
     from trainer.verify.dali_views import dali_views
     from trainer.verify.reference_views import reference_views
 
+    # Both draw the same plan from the same files.
     encoded = coloured_pictures(_PICTURES)
     plan = _plan(recipe)
     found = dali_views(encoded, plan, recipe, gpu)
     expected = reference_views(encoded, plan, recipe)
     inside = slice(_BORDER, -_BORDER)
-    of_views = (found.float() - expected.float())[..., inside, inside].abs().mean((2, 3, 4))  # (d, N)
+    differences = (found.float() - expected.float()).abs()
+    of_views = differences[..., inside, inside].mean((2, 3, 4))  # (d, N)
     error = of_views.max() if of_worst_view else of_views.mean()
     return Measured(error.item(), bound + on_gpu * _GPU_ALLOWANCE)
 
@@ -112,7 +121,14 @@ def _loader(place: Place, on_gpu: bool) -> Measured:
 
     recipe = replace(_ALL, size=28)
     index = open_index(demo_root(), "test")
-    planner = Planner(recipe, seed=2, num_images=len(index), images_per_step=_PICTURES, images=ImageRange(0, _PICTURES))
+    planner = Planner(
+        recipe,
+        seed=2,
+        num_images=len(index),
+        images_per_step=_PICTURES,
+        images=ImageRange(0, _PICTURES),
+    )
+    # Start in the middle, as after a restart.
     loader = ViewLoader(
         index,
         recipe,
@@ -126,11 +142,13 @@ def _loader(place: Place, on_gpu: bool) -> Measured:
     worst = 0.0
     for batch in loader:
         plan = planner.plan(batch.step)
+        # The pixels are compared with those of the planned images, so the order comes first.
         if batch.image_ids.tolist() != plan.image_ids.tolist():
             raise ValueError(f"step {batch.step} shows other images than planned")
         encoded = [index.read(number) for number in plan.image_ids]
         expected = dali_views(encoded, plan, recipe, gpu).flatten(0, 1)
-        worst = max(worst, (batch.views.cpu().int() - expected.int()).abs().max().item())
+        difference = (batch.views.cpu().int() - expected.int()).abs().max()
+        worst = max(worst, difference.item())
     return Measured(worst, EXACT)
 
 
@@ -139,16 +157,20 @@ def _solarisation(place: Place, on_gpu: bool) -> Measured:
     gpu = _gpu(place, on_gpu)
     from trainer.verify.dali_views import dali_views
 
+    # One view is never solarised, the other one half of the time.
     recipe = replace(_PLAIN, solarize_probability=(0.0, 0.5))
     encoded = coloured_pictures(_PICTURES)
     plan = _plan(recipe)
     before = dali_views(encoded, plan, _PLAIN, gpu)
     is_solarised = torch.from_numpy(plan.solarize.T)[..., None, None, None]
-    expected = torch.where(is_solarised & (before >= 128), 255 - before, before)
+    is_inverted = is_solarised & (before >= 128)
+    expected = torch.where(is_inverted, 255 - before, before)
     if torch.equal(expected, before):
         raise ValueError("the plan solarises no view")
     found = dali_views(encoded, plan, recipe, gpu)
-    return Measured((found.int() - expected.int()).abs().max().item(), EXACT)
+    # Differences of uint8 would wrap around.
+    differences = (found.int() - expected.int()).abs()
+    return Measured(differences.max().item(), EXACT)
 
 
 def _centre_crops(place: Place, on_gpu: bool) -> Measured:
@@ -173,51 +195,66 @@ def _windows() -> Measured:
     The error is the largest difference between a quantile of the drawn numbers and the same quantile of the distribution."""
     recipe = ViewsConfig(num_views=4)
     count = 2000
-    planner = Planner(recipe, seed=5, num_images=count, images_per_step=count, images=ImageRange(0, count))
-    side = 10_000
-    windows = crop_windows(planner.plan(0), recipe, np.full(count, 2 * side), np.full(count, 2 * side)).reshape(-1, 4)
+    planner = Planner(
+        recipe,
+        seed=5,
+        num_images=count,
+        images_per_step=count,
+        images=ImageRange(0, count),
+    )
+    side = 20_000
+    sides = np.full(count, side)
+    windows = crop_windows(planner.plan(0), recipe, sides, sides).reshape(-1, 4)
     top, left, height, width = windows.T.astype(np.float64)
-    if min(top.min(), left.min()) < 0 or (top + height).max() > 2 * side or (left + width).max() > 2 * side:
+    is_inside = (top >= 0) & (left >= 0) & (top + height <= side) & (left + width <= side)
+    if not is_inside.all():
         raise ValueError("a window lies outside of the image")
-    share = height * width / (2 * side) ** 2
-    log_ratio = np.log(width / height)
+    share = height * width / side**2
+    low, high = recipe.crop_area
     # Windows of almost the whole image are drawn again if they do not fit, so the largest shares are left out.
     few = share < 0.5
-    low, high = recipe.crop_area
-    errors = [
-        _distance_from_uniform((share[few] - low) / (0.5 - low)),
-        _distance_from_uniform((log_ratio[few] - np.log(3 / 4)) / np.log(16 / 9)),
-        _distance_from_uniform(top[few] / (2 * side - height[few])),
-        _distance_from_uniform(left[few] / (2 * side - width[few])),
-        float(share.max() > high),
+    # Each of these is uniform on 0..1: the share, the logarithm of the ratio between 3/4 and 4/3, and the position.
+    log_ratio = np.log(width[few] / height[few])
+    samples = [
+        (share[few] - low) / (0.5 - low),
+        (log_ratio - np.log(3 / 4)) / np.log(16 / 9),
+        top[few] / (side - height[few]),
+        left[few] / (side - width[few]),
     ]
-    return Measured(max(errors), 0.03)
+    errors = [_distance_from_uniform(sample) for sample in samples]
+    is_too_large = float(share.max() > high)
+    return Measured(max(*errors, is_too_large), 0.03)
 
 
 def _distance_from_uniform(values: np.ndarray) -> float:
     """Return the largest difference between a sorted sample and the quantiles of the uniform distribution on 0..1."""
+    # The quantiles lie in the middle of equal parts.
     quantiles = (np.arange(len(values)) + 0.5) / len(values)
     return float(np.abs(np.sort(values) - quantiles).max())
 
 
 def _plans_of_ranks() -> Measured:
     """Join the plans of two ranks of different sizes: every random choice must be that of one rank."""
-    joint = _plan(_ALL)
+    whole = _plan(_ALL)
     parts = [_plan(_ALL, 0, 10), _plan(_ALL, 10, _PICTURES - 10)]
     different = 0
-    for name in joint._fields[2:]:  # the first two are step and epoch
-        values = np.concatenate([getattr(part, name) for part in parts])
-        different += int((values != getattr(joint, name)).sum())
+    for name in whole._fields[2:]:  # the first two are step and epoch
+        joined = np.concatenate([getattr(part, name) for part in parts])
+        expected = getattr(whole, name)
+        different += int((joined != expected).sum())
     return Measured(different, EXACT)
 
 
 def _slice_orders() -> Measured:
     """Count the images that an order leaves out, and those that leave their block."""
-    orders = slice_permutations(seed=1, step=2, num_images=64, iterations=4, block=16)
+    block = 16
+    orders = slice_permutations(seed=1, step=2, num_images=64, iterations=4, block=block)
     images = np.arange(64)
-    missing = sum(len(set(images) - set(order.tolist())) for order in orders)
-    moved = int((orders // 16 != images // 16).sum())
-    same = len(orders) - len({tuple(order.tolist()) for order in orders})
+    missing = sum(len(set(images) - set(order)) for order in orders)
+    moved = int((orders // block != images // block).sum())
+    # The iterations must have different orders.
+    different_orders = {tuple(order) for order in orders}
+    same = len(orders) - len(different_orders)
     return Measured(missing + moved + same, EXACT)
 
 
@@ -232,16 +269,19 @@ def _colours() -> Measured:
     errors = []
     for row, view in np.ndindex(plan.gray.shape):
         expected = _coloured(pixels, plan, row, view)
-        found = pixels @ a[row, view].T + pixels.mean(0) @ c[row, view].T
-        errors.append(np.abs(found - expected).max() / 255)
+        # One matrix applies to each pixel, the other one to the mean of the image.
+        of_pixels = pixels @ a[row, view].T
+        of_mean = pixels.mean(0) @ c[row, view].T
+        errors.append(np.abs(of_pixels + of_mean - expected).max() / 255)
     return Measured(float(max(errors)), 1e-5)
 
 
 def _coloured(pixels: np.ndarray, plan: Plan, row: int, view: int) -> np.ndarray:
     """Return the pixels (n, 3) after the colour operations of a view. The hue turns about the grey axis (1, 1, 1)."""
     x = pixels
-    weights = np.array([0.2989, 0.587, 0.114])
-    for operation in plan.factor_order[row, view] if plan.jitter[row, view] else ():
+    weights = np.array([0.2989, 0.587, 0.114])  # of the channels in the grey level
+    operations = plan.factor_order[row, view] if plan.jitter[row, view] else ()
+    for operation in operations:
         factor = plan.factors[row, view, operation]
         grey = (x @ weights)[:, None]
         if operation == 0:  # brightness
@@ -256,9 +296,11 @@ def _coloured(pixels: np.ndarray, plan: Plan, row: int, view: int) -> np.ndarray
             centre = x.mean(1, keepdims=True)
             off = x - centre
             across = (np.roll(off, 1, axis=1) - np.roll(off, -1, axis=1)) / 3**0.5
-            x = centre + np.cos(2 * np.pi * factor) * off + np.sin(2 * np.pi * factor) * across
+            angle = 2 * np.pi * factor
+            x = centre + np.cos(angle) * off + np.sin(angle) * across
     if plan.gray[row, view]:
-        x = np.repeat((x @ weights)[:, None], 3, axis=1)
+        grey = (x @ weights)[:, None]
+        x = np.repeat(grey, 3, axis=1)
     return x
 
 
@@ -266,9 +308,11 @@ def _normalisation(device: torch.device) -> Measured:
     """Compare with (pixel / 255 - mean) / std of each channel."""
     recipe = ViewsConfig(mean=(0.1, 0.4, 0.7), std=(0.2, 0.3, 0.6))
     levels = torch.arange(256, dtype=torch.uint8, device=device)
-    pixels = levels.view(1, 1, 16, 16).expand(1, 3, 16, 16)
-    expected = torch.stack(
-        [(levels.double().view(16, 16) / 255 - mean) / std for mean, std in zip(recipe.mean, recipe.std, strict=True)]
-    )
-    found = Normalize(recipe).to(device)(pixels)[0]
+    plane = levels.view(16, 16)
+    channels = []
+    for mean, std in zip(recipe.mean, recipe.std, strict=True):
+        channels.append((plane.double() / 255 - mean) / std)
+    expected = torch.stack(channels)
+    normalize = Normalize(recipe).to(device)
+    found = normalize(plane.expand(1, 3, 16, 16))[0]
     return Measured(relative_error(found, expected), 1e-6)
