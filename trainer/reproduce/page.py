@@ -14,6 +14,7 @@ from trainer.files import shipped_folder
 from trainer.report.paper import PAPER
 from trainer.reproduce.data import SETS
 from trainer.reproduce.published import OWN, published_figures
+from trainer.run.cost import describe_cost
 
 REPRODUCTIONS = Path(__file__).parents[2] / "benchmarks" / "results" / "reproductions"
 _HEAD = """\
@@ -29,7 +30,7 @@ other methods. The published figures are those of the W-MSE paper, which are sin
 for the demo: its row is the mean of three seeds of this program. "Not run" means that this program has not trained this
 recipe yet. Times are those of the training alone.
 """
-_COLUMNS = ("config", "published", "this program", "verdict", "hardware", "training", "file")
+_COLUMNS = ("config", "published", "this program", "verdict", "hardware", "training", "cost", "file")
 
 
 def results_page(folder: Path = REPRODUCTIONS) -> str:
@@ -98,6 +99,8 @@ def _cells(file: str, content: dict[str, Any]) -> list[str]:
         verdict,
         hardware,
         _time(training["seconds"]),
+        # Reproductions of earlier versions have no account.
+        describe_cost(content.get("cost")),
         link,
     ]
 

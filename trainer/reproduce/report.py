@@ -70,6 +70,7 @@ def write_reproduction(
         "figures": figures,
         "data": found,
         "training": _training(run),
+        "cost": run.state.get("cost"),
         "certificate": summary(run_dir / NAME),
         "judged_on": provenance(choose_device(config, Ranks())),
         "load_average_5_min": round(os.getloadavg()[1], 2),
