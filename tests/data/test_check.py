@@ -51,7 +51,7 @@ def test_files_that_are_not_images_are_noted_and_are_not_faults(
     assert "split train: 3 files, 1 class with 3 images each" in out
     assert "split val: 1 files, no labels" in out
     assert "note: split train: 2 files are not images and are skipped (train/cat/LICENSE, train/cat/b.csv)" in out
-    assert f"note: {tmp_path}/val: has no class folders: its 1 files are used without labels" in out
+    assert f"note: {tmp_path}/val has no class folders; its 1 files are used without labels" in out
     (tmp_path / "train/cat/c.jpg").write_bytes(b"text")
     (tmp_path / "train/cat/d").write_bytes(bytes(5))
     assert main(["check-data", str(tmp_path)]) == 1

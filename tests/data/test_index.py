@@ -186,9 +186,9 @@ def test_layout_errors_name_path_and_layout(tmp_path: Path, files: dict[str, byt
 @pytest.mark.parametrize(
     ("names", "split", "note"),
     [
-        (["train/a.jpg", "train/b.jpg"], "train", "train: has no class folders: its 2 files are used without labels"),
-        (["a.jpg", "b.jpg"], ".", "has no class folders: its 2 files are used without labels"),
-        (["train/cat/a.jpg", "val/v.jpg"], "val", "val: has no class folders: its 1 files are used without labels"),
+        (["train/a.jpg", "train/b.jpg"], "train", "train has no class folders; its 2 files are used without labels"),
+        (["a.jpg", "b.jpg"], ".", "has no class folders; its 2 files are used without labels"),
+        (["train/cat/a.jpg", "val/v.jpg"], "val", "val has no class folders; its 1 files are used without labels"),
         (
             ["train/cat/a.jpg", "test/images/v.jpg"],
             "test",

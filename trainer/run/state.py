@@ -28,7 +28,7 @@ from trainer.run.signals import STOP, StopRequest
 
 _log = logging.getLogger(__name__)
 _MESSAGE_LENGTH = 500
-_FINISHED = ("done", "stopped", "paused")
+_FINISHED = ("done", "stopped")
 _BEAT_SECONDS = 15.0
 _LOOK_SECONDS = 2.0  # interval of looking for the file of `wmse stop`
 _SILENT_SECONDS = 900.0  # longer than timeout_minutes, which ends the other ranks
