@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from trainer.config.names import closest
+from trainer.config.names import SHORT_NAMES, closest
 from trainer.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, exit_code_of
 from trainer.run.signals import StopRequest
 from trainer.tools.parsing import Words, add_config, command_parser, parse_with_settings, with_underscores
@@ -366,7 +366,9 @@ def settings(words: Words) -> int:
     if own.markdown:
         print(settings_page(), end="")
     elif own.name:
-        print(settings_text(own.name))
+        # The help shows names with dashes, and short ones.
+        name = own.name.lstrip("-").replace("-", "_")
+        print(settings_text(SHORT_NAMES.get(name, name)))
     else:
         print("\n".join(f"  {name:<15} {text}" for name, text in sections().items()))
     return DONE

@@ -74,6 +74,8 @@ class WMSELoss(nn.Module):
         super().__init__()
         if iterations < 1:
             raise InputError(f"iterations is {iterations}: W-MSE needs at least 1")
+        if not 0 <= eps < 1:
+            raise InputError(f"eps is {eps}: give a share of shrinkage from 0 to below 1")
         self.slice_size = slice_size
         self.iterations = iterations
         self.options: dict[str, Any] = {
@@ -157,6 +159,10 @@ def train_views(
 
     Raises InputError if the images cannot be read, or if the ranks do not divide images_per_step."""
     # The loader reads its settings from the same dataclasses as a run.
+    if images_per_step < 1 or first_step < 0:
+        raise InputError(
+            f"images_per_step is {images_per_step} and first_step {first_step}: give at least 1 image and step 0 or later"
+        )
     recipe = recipe or ViewsConfig()
     data = DataConfig(
         root=str(root),

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 from trainer.cli import main
 from trainer.cluster import status
 from trainer.cluster.jobs import Job
+from trainer.cluster.runs import number, whole
 from trainer.cluster.status import describe_runs, print_status
 
 FULL = {
@@ -282,3 +283,8 @@ def test_status_imports_neither_torch_nor_timm_nor_dali(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=env)
     assert done.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_an_integer_of_any_length_is_no_number() -> None:
+    assert number({"step": 10**400}, "step") is None
+    assert whole({"step": 7}, "step") == 7

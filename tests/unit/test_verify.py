@@ -216,3 +216,16 @@ def test_a_change_of_the_code_changes_the_digest(tmp_path: Path, monkeypatch: py
     before = certificate._code_digest()
     (tmp_path / "kernels" / "__init__.py").write_text("1")
     assert certificate._code_digest() != before
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe damaged", b"[" * 100_000, b"null"])
+def test_a_damaged_certificate_costs_only_the_certificate(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / "kept.json"
+    damaged.write_bytes(content)
+    monkeypatch.setattr(certificate, "find_certificate", lambda _: damaged)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    certificate.attach_certificate(run_dir, torch.device("cpu"))
+    assert not (run_dir / certificate.NAME).exists()

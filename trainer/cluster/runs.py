@@ -110,7 +110,10 @@ def number(values: Mapping[str, Any], key: str) -> float | None:
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value if math.isfinite(value) else None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # a damaged file may hold an integer of any length
+        return None
 
 
 def whole(values: Mapping[str, Any], key: str) -> int | None:

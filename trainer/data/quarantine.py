@@ -134,7 +134,8 @@ def drop_quarantine_after(path: Path, first_step: int) -> None:
 
 def _entries_before(path: Path, first_step: int) -> list[dict[str, Any]]:
     """Return the entries in the file's order; if several are about the same image, only the first."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    # Reading a named pipe would wait for ever.
+    lines = path.read_bytes().splitlines() if path.is_file() else []
     entries: dict[int, dict[str, Any]] = {}
     # A torn line, or one that a user edited, must not stop a run.
     for number, line in enumerate(lines, 1):

@@ -319,7 +319,10 @@ def _trained_on_others(rows: RowsOfRun, first: int, end: int) -> bool:
         return False
     expected = rows.digest(first, end)
     # A digest is a sum over all steps, so a difference belongs to the steps between two lines.
-    found = (int(at_end, 16) - int(at_first, 16)) % 2**64
+    try:
+        found = (int(at_end, 16) - int(at_first, 16)) % 2**64
+    except (TypeError, ValueError):  # a damaged line may hold anything
+        return False
     return expected is not None and found != expected
 
 

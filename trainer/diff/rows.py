@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from trainer.data.loader import plan_at
 from trainer.data.row_choices import RowChoices, row_choices, rows_digest
 from trainer.diff.sides import Side
+from trainer.errors import InputError
 from trainer.schedule import size_steps
 from trainer.tools.step_plan import COLOURS, planner_of
 
@@ -79,6 +80,9 @@ class RowsOfRun:
         skipped = list(self.skipped(step))
         # As in the loader, the next image of the set that can be used replaces a skipped one.
         is_skipped = np.isin(ids, skipped)
+        # A damaged quarantine may name every image.
+        if len(set(skipped)) >= self._num_images:
+            raise InputError(f"{self.side.folder / 'quarantine.jsonl'} names every image of the set: it is damaged")
         while is_skipped.any():
             ids[is_skipped] = (ids[is_skipped] + 1) % self._num_images
             is_skipped = np.isin(ids, skipped)

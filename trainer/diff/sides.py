@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster.runs import read_run
+from trainer.cluster.runs import read_run, whole
 from trainer.config.schema import Config
 from trainer.data.index import Index, open_images
 from trainer.data.quarantine import read_entries
@@ -42,7 +42,8 @@ class Side:
     @property
     def digests_since(self) -> int:
         """Step with which the digests began."""
-        return int(self.starts[-1].get("digests_since", 0)) if self.starts else 0
+        # A damaged line may hold anything.
+        return (whole(self.starts[-1], "digests_since") or 0) if self.starts else 0
 
     @cached_property
     def data(self) -> dict[str, Any]:

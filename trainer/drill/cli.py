@@ -65,6 +65,7 @@ def run_drill(own: argparse.Namespace) -> int:
         raise InputError(f"{own.out} exists: give --out a new file")
     own.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="drill_", dir=own.folder)).resolve()
+    _log.info("the toy runs are in %s, which is removed if all of them end as they should", folder)
     began = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="drill_") as outputs:

@@ -86,9 +86,12 @@ def find_certificate(device: torch.device) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a certificate; empty if it is damaged."""
+    # Reading a named pipe would wait for ever.
+    if not path.is_file():
+        return {}
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -100,11 +103,12 @@ def attach_certificate(run_dir: Path, device: torch.device) -> None:
     target = run_dir / NAME
     try:
         path = find_certificate(device)
-        if path is None:
+        content = _read(path) if path else {}
+        if not content:
             # It would belong to other code or another machine.
             target.unlink(missing_ok=True)
             return
-        write_text(target, path.read_text())
+        write_text(target, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         _log.warning("cannot attach the certificate of `wmse verify`: %s", error)
 

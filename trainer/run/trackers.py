@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ from trainer.files import write_text
 from trainer.metric import Metric
 
 _log = logging.getLogger(__name__)
-_CLOSE_SECONDS = 30.0  # a server that does not answer must not hold up the end of a run for longer
+_CLOSE_SECONDS = 10.0  # a server that does not answer must not hold up the end of a run for longer
 
 
 class Service(Protocol):
@@ -46,11 +47,10 @@ class Tracker:
         """connect: opens the connection, in the thread."""
         self._name = name
         self._connect = connect
-        self._service: Service | None = None
-        self._failed = False
-        self._thread = ThreadPoolExecutor(1, f"tracker {name}")
-        # One thread keeps the points in order.
-        self._last = self._thread.submit(self._try, self._open)
+        self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        # One thread keeps the points in order. As a daemon it does not hold up the end of the process.
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
 
     def draw(self, values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
         """Add a line of metrics.jsonl to the curves. None leaves a gap."""
@@ -58,29 +58,27 @@ class Tracker:
         for name, metric in metrics.items():
             if metric.group and values[name] is not None:
                 points[f"{metric.group}/{name}"] = values[name]
-        self._last = self._thread.submit(self._try, lambda service: service.log(points, values["step"]))
+        step = values["step"]
+        self._calls.put(lambda service: service.log(points, step))
 
     def draw_views(self, views: Tensor, step: int) -> None:
         """Do nothing: the views stay in TensorBoard."""
 
     def close(self) -> None:
-        """Send what is left. After half a minute without an answer, give up."""
-        self._last = self._thread.submit(self._try, lambda service: service.end())
-        # The thread works in order, so the last call ends last.
-        if wait([self._last], _CLOSE_SECONDS).not_done:
+        """Send what is left. After some seconds without an answer, give up."""
+        self._calls.put(lambda service: service.end())
+        self._calls.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
             _log.error("%s: no answer within %.0f s: the last curves may be missing there", self._name, _CLOSE_SECONDS)
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _open(self, _: None) -> None:
-        self._service = self._connect()
-
-    def _try(self, call: Callable[[Any], None]) -> None:
-        if self._failed:
-            return
+    def _work(self) -> None:
+        """Connect, and make the calls in order. The first error ends this."""
         try:
-            call(self._service)
+            service = self._connect()
+            while call := self._calls.get():
+                call(service)
         except Exception as error:  # the packages raise errors of many types
-            self._failed = True
             _log.error("%s: %s; no curves are sent there until the next start", self._name, error)
 
 
@@ -121,6 +119,10 @@ class _MLflow:
     """Run of an MLflow server, or of a database file (sqlite:///FILE)."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
+        # By default a server that does not answer would be asked again for minutes, with a line in the log each time.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        logging.getLogger("urllib3").setLevel(logging.ERROR)
         from mlflow import MlflowClient
         from mlflow.entities import Param
 

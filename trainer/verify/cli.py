@@ -47,6 +47,11 @@ def run_verify(own: argparse.Namespace) -> int:
     unknown = [name for name in own.only or () if name not in GROUPS]
     if unknown:
         raise InputError(f"there is no group {unknown[0]!r}: choose from {', '.join(GROUPS)}")
+    # Before checks that take a minute.
+    if own.out:
+        own.out.parent.mkdir(parents=True, exist_ok=True)
+        if own.out.is_dir():
+            raise InputError(f"{own.out} is a folder: give --out the name of a file")
     # In the order of the table, whatever the order of the words.
     chosen = [name for name in GROUPS if own.only is None or name in own.only]
     # Operations on small tensors gain nothing from more threads, and other processes work beside this one.
