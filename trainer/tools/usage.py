@@ -80,7 +80,9 @@ USAGE = {
             "demo_fashion_mnist --run_dir runs/reproduced",
             "cifar10_rn18_wmse4_1000ep --data.root /data/cifar10 --run_dir runs/cifar10",
             "cifar10_rn18_wmse4_1000ep --run_dir runs/cifar10 --check",
-        )
+        ),
+        # Other settings are refused, because they would not be the recipe's.
+        ("data.root", "run_dir", "seed", "allow_changes", "data.threads", "checkpoint.every_minutes"),
     ),
     "preview": Usage((_DEMO, f"{_DEMO} --images 4 --out views.png", "--config cifar10_rn18_byol_1000ep --data DIR")),
     "plan": Usage(
