@@ -12,6 +12,7 @@ from trainer.config.schema import Config, OptimizerConfig
 from trainer.optimizer import Lars, build_optimizer, update
 from trainer.run.checkpoint_check import first_difference, wanted_moments
 from trainer.schedule import build_schedule, peak_learning_rate
+from trainer.verify.plain import updated
 
 CPU = torch.device("cpu")
 LARS = OptimizerConfig(name="lars", weight_decay=1e-2, momentum=0.9, trust_coefficient=1e-3)
@@ -30,35 +31,6 @@ def set_gradients(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-
-
-def by_formula(config: OptimizerConfig, w: Tensor, g: Tensor, state: dict[str, Any], rate: float) -> Tensor:
-    """Return a tensor after one update by the definition of the optimizer. state: empty before the first update; changed."""
-    decay = config.weight_decay
-    if config.name in ("adam", "adamw"):
-        if config.name == "adam":
-            g = g + decay * w
-        elif w.ndim > 1:
-            w = w - rate * decay * w
-        t = state["t"] = state.get("t", 0) + 1
-        m = state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
-        v = state["v"] = 0.999 * state.get("v", 0) + 0.001 * g**2
-        return w - rate * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-    trust = 1.0
-    if config.name == "larc":
-        norm_w, norm_g = w.norm(), g.norm()
-        if norm_w > 0 and norm_g > 0:
-            trust = config.trust_coefficient * norm_w / (norm_g + decay * norm_w + 1e-8)
-            g = g + decay * w
-    elif config.name == "sgd" or w.ndim > 1:
-        g = g + decay * w
-        if config.name == "lars" and w.norm() > 0 and g.norm() > 0:
-            trust = config.trust_coefficient * w.norm() / g.norm()
-    if config.name == "lars" and config.rate_in_momentum:
-        state["v"] = config.momentum * state.get("v", 0) + rate * trust * g
-        return w - state["v"]
-    state["v"] = config.momentum * state.get("v", 0) + trust * g
-    return w - rate * state["v"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +59,7 @@ def test_updates_equal_the_formula_while_the_learning_rate_changes(config: Optim
             model[0].bias.grad.zero_()  # a gradient with norm 0 has none either
         gradients = [p.grad.clone() for p in model.parameters()]
         update(optimizer, rate, torch.tensor(False))
-        weights = [by_formula(config, *of, rate) for of in zip(weights, gradients, states, strict=True)]
+        weights = [updated(config, *of, rate) for of in zip(weights, gradients, states, strict=True)]
     for p, w in zip(model.parameters(), weights, strict=True):
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-14)
 
