@@ -106,6 +106,18 @@ def _number_of_ranks(own: argparse.Namespace) -> int:
     return own.ranks or 1
 
 
+def _run(
+    command: Callable[[Words], int],
+    words: Words,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int],
+) -> int:
+    """Run a command that takes no settings. Returns its exit code."""
+    parser = command_parser(command)
+    add_arguments(parser)
+    return run(parser.parse_args(words))
+
+
 def pretrain(words: Words) -> int:
     """Pre-train an encoder, or resume the run; both take the same command."""
     parser = command_parser(pretrain)
@@ -258,18 +270,14 @@ def export(words: Words) -> int:
     """Write the encoder of a run for timm, torchvision or ONNX runtimes."""
     from trainer.export.cli import add_export_arguments, run_export
 
-    parser = command_parser(export)
-    add_export_arguments(parser)
-    return run_export(parser.parse_args(words))
+    return _run(export, words, add_export_arguments, run_export)
 
 
 def features(words: Words) -> int:
     """Write the features of a folder of images, by an encoder of this or another program."""
     from trainer.export.cli import add_features_arguments, run_features
 
-    parser = command_parser(features)
-    add_features_arguments(parser)
-    return run_features(parser.parse_args(words))
+    return _run(features, words, add_features_arguments, run_features)
 
 
 def status(words: Words) -> int:
@@ -294,9 +302,7 @@ def report(words: Words) -> int:
     """Write one HTML page with the curves, figures and pictures of runs."""
     from trainer.report.cli import add_report_arguments, run_report
 
-    parser = command_parser(report)
-    add_report_arguments(parser)
-    return run_report(parser.parse_args(words))
+    return _run(report, words, add_report_arguments, run_report)
 
 
 def plan(words: Words) -> int:
@@ -332,27 +338,21 @@ def diff(words: Words) -> int:
     """Say where two runs part: settings, versions, images, steps, rows and weights. The exit code is 1 if they do."""
     from trainer.diff.cli import add_diff_arguments, run_diff
 
-    parser = command_parser(diff)
-    add_diff_arguments(parser)
-    return run_diff(parser.parse_args(words))
+    return _run(diff, words, add_diff_arguments, run_diff)
 
 
 def prepare(words: Words) -> int:
     """Write tar shards with an index from an image folder or a named data set."""
     from trainer.data.cli import add_prepare_arguments, run_prepare
 
-    parser = command_parser(prepare)
-    add_prepare_arguments(parser)
-    return run_prepare(parser.parse_args(words))
+    return _run(prepare, words, add_prepare_arguments, run_prepare)
 
 
 def check_data(words: Words) -> int:
     """Decode every image of a data set, and list the unusable ones. The exit code is 1 if it finds any."""
     from trainer.data.cli import add_check_arguments, run_check
 
-    parser = command_parser(check_data)
-    add_check_arguments(parser)
-    return run_check(parser.parse_args(words))
+    return _run(check_data, words, add_check_arguments, run_check)
 
 
 def settings(words: Words) -> int:
@@ -401,18 +401,14 @@ def verify(words: Words) -> int:
     """Check losses, gradients, ranks, views, kernels and figures on this machine. The exit code is 1 if a check fails."""
     from trainer.verify.cli import add_verify_arguments, run_verify
 
-    parser = command_parser(verify)
-    add_verify_arguments(parser)
-    return run_verify(parser.parse_args(words))
+    return _run(verify, words, add_verify_arguments, run_verify)
 
 
 def drill(words: Words) -> int:
     """Kill, suspend and preempt a toy run on this machine, damage its files, and show how each run ends."""
     from trainer.drill.cli import add_drill_arguments, run_drill
 
-    parser = command_parser(drill)
-    add_drill_arguments(parser)
-    return run_drill(parser.parse_args(words))
+    return _run(drill, words, add_drill_arguments, run_drill)
 
 
 def demo(words: Words) -> int:
