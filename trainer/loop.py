@@ -180,10 +180,7 @@ def train(
             if logged:
                 spent = state.cost.own()
                 known = {"lr": learning_rate, "own_spent": spent, **clock.line(step), **_machine(run, loader)}
-                num_views = len(result.embeddings) // run.step.images.count  # MoCo has embeddings of one view
-                metrics = sums.take(result.embeddings, ranks, num_views, spent)
-                if run.step.online_probe:
-                    metrics |= run.step.online_probe.take()
+                metrics = _take_metrics(run, sums, result.embeddings, spent)
             late.add(step, result.flags, known, metrics)
             if writer:
                 writer.show_step(step, batch.views)
@@ -240,6 +237,15 @@ def _read_records(
             loss = record["loss"] if math.isfinite(record["loss"]) else None
             state.note(loss=loss, images_per_s=record["images_per_s"])
     return stopping, save_now
+
+
+def _take_metrics(run: Run, sums: MetricSums, embeddings: Tensor, spent: tuple[float, float]) -> dict[str, Tensor]:
+    """Return the metrics since the last logged line, on the device. embeddings: of the last step; spent: by this rank."""
+    num_views = len(embeddings) // run.step.images.count  # MoCo has embeddings of one view
+    metrics = sums.take(embeddings, run.ranks, num_views, spent)
+    if run.step.online_probe:
+        metrics |= run.step.online_probe.take()
+    return metrics
 
 
 def _machine(run: Run, loader: ViewLoader) -> dict[str, float]:

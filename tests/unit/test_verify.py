@@ -183,7 +183,7 @@ def test_training_evaluation_and_report_show_the_certificate(
 def test_a_certificate_of_something_else_is_not_attached(
     changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That of an earlier start is removed, because the run continues with another program."""
+    """The certificate of an earlier start is removed, because the run continues with another program."""
     write({**identity(CPU), changed: "other"})
     (tmp_path / "certificate.json").write_text("{}")
     with caplog.at_level(logging.INFO):

@@ -184,7 +184,7 @@ def _cells(row: Row) -> dict[str, list[str]]:
         "saved": [_format(row["checkpoint_step"], "d")],
         "restarts": [_format(row["restarts"], "d")],
         # Two units of time stand below each other in a narrow terminal, like all texts of a cell.
-        "cost": describe_hours(row["cost"] or {}).split(" and ") if row["cost"] else ["-"],
+        "cost": describe_hours(row["cost"]).split(" and ") if row["cost"] else ["-"],
         "SLURM": job or ["-"],
         "evaluation": evaluation,
     }

@@ -51,9 +51,8 @@ class Request(NamedTuple):
 
     image_ids: NDArray[np.int64]  # (N,)
     arrays: Callable[[NDArray, NDArray], list[NDArray]]  # heights, widths (N,) -> the graph's inputs after the images
-    digest: Callable[[NDArray, NDArray, NDArray], int] | None = (
-        None  # images shown, heights, widths -> digest of the rows
-    )
+    # images shown, heights, widths (N,) -> digest of the rows; None: not wanted
+    digest: Callable[[NDArray, NDArray, NDArray], int] | None = None
 
 
 class Batch(NamedTuple):

@@ -24,7 +24,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # step of the keys of the words
 
 
 class RowChoices(NamedTuple):
-    """What is shown of the rows of a step, and how."""
+    """Choices of the rows of a step: the images that are shown, and how."""
 
     step: int
     rows: NDArray[np.int64]  # (N,) numbers of the rows in the step

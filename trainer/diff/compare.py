@@ -18,7 +18,7 @@ _SHOWN = 10  # lines of one kind that the text shows
 
 
 class _Lines(NamedTuple):
-    """What a comparison of the logged lines found."""
+    """Result of comparing the logged lines."""
 
     metrics: dict[str, dict[str, Any]]
     """As in `Comparison`."""
@@ -31,7 +31,7 @@ class _Lines(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What `compare_runs` found."""
+    """Result of `compare_runs`."""
 
     settings: list[dict[str, Any]]
     """Settings that differ: key, a, b, changes_result."""

@@ -15,7 +15,7 @@ _PARTS = ("model", "optimizer", "loss_scale", "online_probe")
 
 
 class TensorDifference(NamedTuple):
-    """How two tensors of one name differ."""
+    """Difference of two tensors of one name."""
 
     name: str
     largest: float | None = None
