@@ -216,3 +216,18 @@ def test_wrong_settings_do_not_make_a_finished_run_fail(status: str, kept: bool,
     state.start(max_idle_restarts=3)
     state.failed(RuntimeError("no more memory"))
     assert json.loads((tmp_path / "state.json").read_text())["status"] == "failed"
+
+
+def test_a_full_disk_does_not_hide_why_a_finished_run_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"status": "done", "exit_code": 0, "step": 9, "starts": 1}))
+    state = RunState(tmp_path, Ranks())
+    state.start(max_idle_restarts=3)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_state, "write_text", refuse)
+    state.failed(InputError("another learning rate"))
+    assert "cannot write" in caplog.text

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,18 @@ class RunState:
     def write(self, **fields: Any) -> None:
         """Change fields and write the file. If the file cannot be written, log it and continue."""
         self.note(**fields)
+        self._put(
+            lambda: {
+                **self._fields,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "heartbeat": round(time.time(), 3),
+                "checkpoint_step": newest_step(self._run_dir) or None,
+                "cost": self.cost.content(),
+            }
+        )
+
+    def _put(self, content: Callable[[], dict[str, Any]]) -> None:
+        """Replace the file on rank 0. If it cannot be written, log it and continue. content: called under the lock."""
         if not self._writes:
             return
         path = self._run_dir / "state.json"
@@ -129,13 +141,7 @@ class RunState:
             _log.error("cannot write %s: an earlier write hangs", path)
             return
         try:
-            now = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "heartbeat": round(time.time(), 3),
-                "checkpoint_step": newest_step(self._run_dir) or None,
-                "cost": self.cost.content(),
-            }
-            write_text(path, json.dumps(self._fields | now) + "\n")
+            write_text(path, json.dumps(content()) + "\n")
         except OSError as error:
             _log.error("cannot write %s (%s): %s", path, self._fields["status"], error.strerror)
         finally:
@@ -163,9 +169,9 @@ class RunState:
         if not self._fields:
             return
         # A finished run stays finished if somebody gives it wrong settings afterwards.
-        if isinstance(error, InputError) and self._before.get("status") in _FINISHED and self._writes:
+        if isinstance(error, InputError) and self._before.get("status") in _FINISHED:
             self._fields = self._before
-            write_text(self._run_dir / "state.json", json.dumps(self._before) + "\n")
+            self._put(lambda: self._before)
             return
         # A message of many lines would make the table of `wmse status` unreadable.
         message = " ".join(str(error).split())[:_MESSAGE_LENGTH] or type(error).__name__
