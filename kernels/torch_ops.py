@@ -5,12 +5,18 @@ single node. The operators are registered through the dispatcher's low-level int
 60 us to each call on a CPU, as much as two of the matrix products.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import whitening_standardise, whitening_torch, whitening_zca
+
+# B M k^2 up to which one CPU thread is faster than several: at 4 slices of 128 x 64 the loss took 1.4 times as long on two
+# threads, because its operations are shorter than a thread takes to wake. At 16 such slices it took 0.8 times as long.
+_ONE_THREAD_WORK = 8e6
 
 _MODULES = {"torch": whitening_torch, "zca": whitening_zca, "standardise": whitening_standardise}
 
@@ -61,12 +67,32 @@ class Whiten(torch.autograd.Function):
 
 def _forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, ...]:
     """Return z (B, M, k), W (B, k, k), U (B, k, k) or empty if the backward does not need it, ok (B,), min_pivot (B,)."""
-    return _backend(backend).forward(x, eps, cholesky_float64)
+    with enough_threads(x):
+        return _backend(backend).forward(x, eps, cholesky_float64)
 
 
 def _backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, eps: float, backend: str) -> Tensor:
     """Return the gradient at x (B, M, k)."""
-    return _backend(backend).backward(grad_z, z, w, u, ok, eps)
+    with enough_threads(z):
+        return _backend(backend).backward(grad_z, z, w, u, ok, eps)
+
+
+def enough_threads(slices: Tensor) -> AbstractContextManager[None]:
+    """Return a context that computes on one CPU thread if the slices (B, M, k), or (B M, k), are too few for several."""
+    work = slices.numel() * slices.shape[-1]
+    if torch.compiler.is_compiling() or slices.device.type != "cpu" or work > _ONE_THREAD_WORK:
+        return nullcontext()
+    return _one_thread() if torch.get_num_threads() > 1 else nullcontext()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # takes less than 1 us
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _fake_forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, ...]:

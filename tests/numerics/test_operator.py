@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import whitening_torch
 from kernels.whitening import whiten, whiten_with_status
 from tests.numerics.whitening_cases import random_like, rows_of_condition, value_and_gradient
 from trainer.losses.wmse import wmse_loss, wmse_loss_with_status
@@ -76,3 +77,26 @@ def test_the_whitening_compiles_as_one_graph(compiler):
     compiled = torch.compile(lambda x: whiten(2 * x), fullgraph=True, backend=compiler)
     for actual, expected in zip(value_and_gradient(compiled, x, x.nan_to_num()), eager, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(("num_slices", "expected"), [(4, 1), (32, 2)])
+def test_few_slices_are_whitened_on_one_thread(monkeypatch, num_slices, expected):
+    """Two threads are slower than one where each operation is short. Afterwards the program has its threads again."""
+    threads = []
+    for name in ("forward", "backward"):
+        original = getattr(whitening_torch, name)
+
+        def noting(*args, original=original):
+            threads.append(torch.get_num_threads())
+            return original(*args)
+
+        monkeypatch.setattr(whitening_torch, name, noting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = torch.randn(num_slices, 128, 64, requires_grad=True)
+        whiten(x, backend="torch").sum().backward()
+        assert threads == [expected, expected]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -3,6 +3,7 @@
 tests/integration/test_two_ranks.py tests BatchNorm over ranks.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,8 +15,14 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from trainer.config.schema import Config, ModelConfig, ViewsConfig
-from trainer.models.batch_norm import ViewBatchNorm, convert_batch_norm, stop_counting_batches
+from trainer.models.batch_norm import (
+    ViewBatchNorm,
+    convert_batch_norm,
+    encode_one_view_at_a_time,
+    stop_counting_batches,
+)
 from trainer.models.networks import EncoderProjector
+from trainer.models.target import TargetNetwork
 from trainer.models.untrained_state import UntrainedState
 
 
@@ -75,6 +82,34 @@ def test_batch_norm_over_ranks_equals_plain_batch_norm(with_shift: bool, group_o
     torch.testing.assert_close(outputs[1], outputs[0])
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
     torch.testing.assert_close(ours[0].running_var, plain.running_var)
+
+
+def test_encoding_one_view_at_a_time_changes_no_value() -> None:
+    config = Config(
+        model=ModelConfig("test_resnet", projector_hidden=(8,), encoder_batch_norm="per_view"),
+        views=ViewsConfig(num_views=3, size=32),
+    )
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (12, 3, 32, 32), dtype=torch.uint8)
+    together = EncoderProjector(config).double()
+    with_target = nn.ModuleList([copy.deepcopy(together), TargetNetwork(together)])
+    encode_one_view_at_a_time(with_target)
+    apart: Any = with_target[0]
+    sizes: list[int] = []
+    apart.encoder.register_forward_hook(lambda _, inputs, output: sizes.append(len(inputs[0])))
+    outputs = [network(pixels) for network in (together, apart)]
+    assert sizes == [4, 4, 4]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    images = together.normalize(pixels)
+    torch.testing.assert_close(with_target[1](images.double()), outputs[0].detach(), rtol=1e-5, atol=1e-6)
+    # Gradients and running statistics.
+    for output in outputs:
+        output.square().sum().backward()
+    for p, q in zip(apart.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    torch.testing.assert_close(apart.state_dict(), together.state_dict())
+    # An evaluation passes any number of images.
+    torch.testing.assert_close(apart.eval()(pixels[:5]), together.eval()(pixels[:5]))
 
 
 def test_joint_batch_norm_on_one_rank_is_not_converted() -> None:

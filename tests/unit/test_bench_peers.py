@@ -10,11 +10,14 @@ import torch
 
 from trainer.bench.peers import loaders
 from trainer.bench.peers.__main__ import main
+from trainer.bench.peers.authors import SeparateViews, compare_training
 from trainer.bench.peers.loader_dali import dali_batches
 from trainer.bench.peers.loader_torchvision import torchvision_batches
 from trainer.bench.peers.optimizers import optimizers
 from trainer.config.loading import load_config
 from trainer.config.schema import Config
+from trainer.errors import InputError
+from trainer.models.networks import EncoderProjector
 
 PEERS = ["torchvision", "dali_decode_once", "dali_decode_per_view"]
 
@@ -92,6 +95,30 @@ def test_the_options_of_our_loader_have_the_effect_of_their_names(
     assert torch.equal(cached, recipe)
     assert not torch.equal(shrunk, recipe)
     assert result["decoded_bytes"] == 48 * 40 * 36 * 3
+
+
+def test_the_authors_structure_computes_the_same_embeddings_from_normalised_views(config: Config) -> None:
+    recipe = replace(config.views, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    per_view = replace(config, model=replace(config.model, encoder_batch_norm="per_view"), views=recipe)
+    views = next(torchvision_batches(per_view, 0))
+    torch.manual_seed(per_view.seed)
+    ours = EncoderProjector(per_view)(torch.cat(views))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (per_view.views.mean, per_view.views.std))
+    theirs = SeparateViews(per_view)([(view / 255 - mean) / std for view in views])
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+    normalised = next(torchvision_batches(per_view, 0, normalize=True))
+    assert normalised[0].dtype == torch.float32
+    assert normalised[0].mean().abs() < 1
+    assert normalised[0].min() < 0
+
+
+def test_whole_steps_are_compared_only_for_what_the_authors_train(config: Config) -> None:
+    fits = replace(config, optimizer=replace(config.optimizer, name="adam"))
+    result = compare_training(fits, 0.1, 0)
+    ratio = result["figures"]["ours"]["median"] / result["figures"]["authors"]["median"]
+    assert result["times"]["authors"] == ratio
+    with pytest.raises(InputError, match="Adam"):
+        compare_training(replace(config, method="byol"), 0.1, 0)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- table (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
-PEERS = ("loader", "options", "loss", "optimizer")
+PEERS = ("loader", "options", "loss", "optimizer", "training")
 
 Result = Mapping[str, Any]
 Row = Sequence[str]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import kernels.torch_ops  # noqa: F401  the operators wmse::whiten and wmse::whiten_backward
+from kernels.torch_ops import enough_threads  # the module also registers wmse::whiten and wmse::whiten_backward
 
 
 class FusedLoss(torch.autograd.Function):
@@ -31,12 +31,13 @@ class FusedLoss(torch.autograd.Function):
         cholesky_float64: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x = _cut_slices(v, permutations, num_views, slice_size)
-        z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)
-        # A slice counts if it could be whitened in every view.
-        complete = ok.view(num_views, -1).all(0)
-        views = z.view(num_views, len(complete), slice_size, -1)
-        loss, pairs = _pair_distance(views, complete, normalize)
+        with enough_threads(v):
+            x = _cut_slices(v, permutations, num_views, slice_size)
+            z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)
+            # A slice counts if it could be whitened in every view.
+            complete = ok.view(num_views, -1).all(0)
+            views = z.view(num_views, len(complete), slice_size, -1)
+            loss, pairs = _pair_distance(views, complete, normalize)
         ctx.eps = eps
         ctx.backend = backend
         ctx.save_for_backward(permutations, z, w, u, ok, *pairs)
@@ -53,11 +54,12 @@ class FusedLoss(torch.autograd.Function):
             return (None,) * 8
         permutations, z, w, u, ok, *pairs = ctx.saved_tensors
         num_views = len(z) // len(pairs[-1])
-        views = z.unflatten(0, (num_views, -1))
-        grad_views = _pair_distance_backward(gradient, views, _Pairs(*pairs))
-        grad_z = grad_views.flatten(0, 1)
-        grad_x = torch.ops.wmse.whiten_backward(grad_z, z, w, u, ok, ctx.eps, ctx.backend)
-        grad_v = _join_slices(grad_x, permutations, num_views)
+        with enough_threads(z):
+            views = z.unflatten(0, (num_views, -1))
+            grad_views = _pair_distance_backward(gradient, views, _Pairs(*pairs))
+            grad_z = grad_views.flatten(0, 1)
+            grad_x = torch.ops.wmse.whiten_backward(grad_z, z, w, u, ok, ctx.eps, ctx.backend)
+            grad_v = _join_slices(grad_x, permutations, num_views)
         return grad_v, *[None] * 7
 
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from trainer.config.schema import Config
 from trainer.methods.method import MethodContext
-from trainer.models.batch_norm import convert_batch_norm, stop_counting_batches
+from trainer.models.batch_norm import (
+    convert_batch_norm,
+    encode_one_view_at_a_time,
+    encode_views,
+    stop_counting_batches,
+)
 from trainer.models.encoder import Normalize, build_encoder, count_features
 from trainer.models.projector import Projector
 
@@ -46,7 +51,7 @@ class EncoderNetwork(nn.Module):
 
     def encode(self, images: Tensor) -> Tensor:
         """Encode normalised images (R, 3, S, S) as features (R, F)."""
-        features = self.encoder(images)
+        features = encode_views(self.encoder, images)
         if self.keeps_features:
             self.features = features.detach()
         return features
@@ -112,4 +117,7 @@ def build_networks(kind: type[N], context: MethodContext, **options: Any) -> N:
     group = context.batch_norm_group if config.model.batch_norm_ranks == "all" else None
     # Random numbers are drawn on the CPU, so the device does not change the weights.
     torch.manual_seed(config.seed)
-    return kind(config, group, context.ranks.world_size, **options).to(context.device)
+    networks = kind(config, group, context.ranks.world_size, **options).to(context.device)
+    if context.device.type == "cpu" and group is None:
+        encode_one_view_at_a_time(networks)
+    return networks

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from trainer.models.batch_norm import encode_views
 from trainer.models.networks import EncoderProjector
 
 
@@ -29,7 +30,7 @@ class TargetNetwork(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Encode normalised images (R, 3, S, S) as embeddings (R, k) float32."""
-        return self.projector(self.encoder(images))
+        return self.projector(encode_views(self.encoder, images))
 
     def copy_from(self, online: EncoderProjector) -> None:
         """Copy weights and statistics of encoder and projector."""

@@ -1,10 +1,11 @@
 """Compare parts of this program with common alternatives, in alternating windows of one run.
 
-    python -m trainer.bench.peers --config FILE --data.root DIR [--only loader,loss,optimizer,options] [--seconds S]
+    python -m trainer.bench.peers --config FILE --data.root DIR [--only PARTS] [--seconds S]
         [--out JSON] [--loader_images N] [--workers W] [--ranks R] [--section.key value ...]
 
-The loss is compared at the share of one of --ranks R ranks. "options" compares our loader with and without the options that buy
-time. Prints a table, and JSON on the last line.
+PARTS are loader, loss, optimizer, training and options, separated by commas. The loss is compared at the share of one of
+--ranks R ranks. "training" compares whole steps with the structure of the authors' code. "options" compares our loader with and
+without the options that buy time. Prints a table, and JSON on the last line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bench.loss import bench_config
+from trainer.bench.peers.authors import compare_training
 from trainer.bench.peers.loaders import compare_options, compare_with_peers
 from trainer.bench.peers.optimizers import compare_optimizers
 from trainer.bench.report import print_report
@@ -59,6 +61,7 @@ def compare(config: Config, own: argparse.Namespace) -> dict[str, Any]:
         "options": lambda seconds: compare_options(smaller, seconds),
         "loss": lambda seconds: _compare_losses(config, own.ranks, seconds),
         "optimizer": lambda seconds: compare_optimizers(config, seconds, device),
+        "training": lambda seconds: compare_training(config, seconds, own.workers),
     }
     # Refuse an unknown part before the first one is measured.
     chosen = own.only.split(",")

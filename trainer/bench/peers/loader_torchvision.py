@@ -20,14 +20,15 @@ MODES = {"bicubic": v2.InterpolationMode.BICUBIC, "bilinear": v2.InterpolationMo
 
 
 class TorchvisionViews(Dataset):
-    """d augmented views of each image, each (3, S, S) uint8."""
+    """d augmented views of each image, each (3, S, S) uint8; with `normalize` float32, normalised."""
 
-    def __init__(self, index: Index, recipe: ViewsConfig) -> None:
+    def __init__(self, index: Index, recipe: ViewsConfig, normalize: bool = False) -> None:
         self.index = index
         self.num_views = recipe.num_views
         # The same augmentations as the recipe, in torchvision's implementation. Their random numbers differ from the plan's.
         jitter = v2.ColorJitter(recipe.brightness, recipe.contrast, recipe.saturation, recipe.hue)
         blur = v2.GaussianBlur(recipe.blur_window, recipe.blur_sigma)
+        to_floats = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(recipe.mean), list(recipe.std))]
         self.transform = v2.Compose(
             [
                 v2.RandomResizedCrop(recipe.size, recipe.crop_area, recipe.crop_ratio, MODES[recipe.interpolation]),
@@ -36,6 +37,7 @@ class TorchvisionViews(Dataset):
                 v2.RandomGrayscale(recipe.gray_probability),
                 v2.RandomApply([blur], float(np.mean(recipe.blur_probability))),  # the mean over the views
                 v2.PILToTensor(),
+                *(to_floats if normalize else []),
             ]
         )
 
@@ -48,10 +50,12 @@ class TorchvisionViews(Dataset):
         return [self.transform(image) for _ in range(self.num_views)]
 
 
-def torchvision_batches(config: Config, workers: int) -> Iterator[Any]:
-    """Start a DataLoader with `workers` processes, which yields d tensors (N, 3, S, S) uint8."""
+def torchvision_batches(config: Config, workers: int, *, normalize: bool = False) -> Iterator[Any]:
+    """Start a DataLoader with `workers` processes, which yields d tensors (N, 3, S, S) uint8.
+
+    normalize: the workers also normalise the views, to float32."""
     index = open_index(Path(config.data.root), config.data.train_split)
-    data = TorchvisionViews(index, config.views)
+    data = TorchvisionViews(index, config.views, normalize)
     images = config.data.images_per_step
     # This number of samples never ends in a measurement, so no epoch ends in a window.
     sampler = RandomSampler(data, replacement=False, num_samples=1 << 30)
