@@ -56,6 +56,21 @@ def test_gradients_equal_one_process(case: str, results: tuple[Results, Results]
         assert describe_fault(fault, WMSE_CHECKS, 2, 1) == "rank 1: a slice of view 0 cannot be whitened"
 
 
+@pytest.mark.slow
+def test_pairs_of_ranks_share_batch_norm_statistics(tmp_path: Path) -> None:
+    """Four ranks in pairs equal two ranks that each hold the images of a pair."""
+    for ranks in (2, 4):
+        path = tmp_path / str(ranks)
+        for process in start_ranks(two_ranks_worker.main_of_pairs, [str(path)], tmp_path, ranks):
+            assert process.wait() == 0, process.output()[-3000:]
+    for rank in range(4):
+        pair = torch.load(tmp_path / f"2.{rank // 2}", weights_only=True)
+        found = torch.load(tmp_path / f"4.{rank}", weights_only=True)
+        for name in pair.keys() - {"group_size", "graphs", "agreed"}:
+            torch.testing.assert_close(found[name], pair[name], rtol=1e-8, atol=1e-10)
+        assert any("running_mean" in name for name in pair)
+
+
 def test_a_line_of_metrics_summarizes_all_ranks(results: tuple[Results, Results]) -> None:
     """It has the mean loss, each skipped update once, the smallest pivot, all energy, and the health of all embeddings.
 

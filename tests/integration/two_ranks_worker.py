@@ -68,14 +68,19 @@ CASES = {
 }
 
 
+PAIRS = ("wmse", 2, 8, 1, 32, "per_view")
+
+
 def run_case(name: str) -> dict[str, torch.Tensor]:
     """Make one SGD step with learning rate 1 from fixed weights and pixels, in float64. The last rank asks to stop."""
-    method_name, views, slice_size, iterations, block, norm = CASES[name]
+    method_name, views, slice_size, iterations, block, norm = CASES.get(name, PAIRS)
     ranks = find_ranks()
     parts = 4 // ranks.world_size if "parts" in name else 1
     has_queue = method_name in ("moco", "align_uniform")
     whitening = next((kind for kind in WHITENINGS if kind in name), "cholesky")
     statistics_of = "local" if "parts" in name or has_queue else "all"
+    if name == "pairs":  # four ranks in pairs, or two ranks that each hold as much as a pair
+        statistics_of = ranks.world_size // 2
     config = Config(
         method=method_name,
         data=DataConfig(images_per_step=IMAGES),
@@ -126,7 +131,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     if ranks.world_size > 1:
         torch.distributed.all_reduce(loss)
     gradients = {n: before[n] - p.detach() for n, p in networks.named_parameters()}
-    statistics = {n: b.clone() for n, b in networks.named_buffers() if "running" in n and statistics_of == "all"}
+    statistics = {n: b.clone() for n, b in networks.named_buffers() if "running" in n and statistics_of != "local"}
     if has_queue:
         statistics["queue"] = networks.queue
     agreed = {
@@ -166,3 +171,10 @@ def main(path: str) -> None:
         results["sums"] = run_sums()
         if ranks.is_first:
             torch.save(results, path)
+
+
+def main_of_pairs(path: str) -> None:
+    ranks = find_ranks()
+    with process_group(replace(Config(), timeout_minutes=1.0), ranks, CPU):
+        result = run_case("pairs")
+        torch.save(result, f"{path}.{ranks.rank}")

@@ -71,7 +71,7 @@ def test_loss_groups_are_neighbours_and_the_same_on_all_ranks(monkeypatch: pytes
     made: list[list[int]] = []
     timeouts = []
 
-    def new_group(ranks: list[int], timeout: timedelta) -> list[int]:
+    def new_group(ranks: list[int], timeout: timedelta, pg_options: None) -> list[int]:
         made.append(ranks)
         timeouts.append(timeout)
         return ranks
@@ -93,21 +93,23 @@ def test_the_autocast_dtype_follows_the_precision() -> None:
 
 def test_batch_norm_has_a_separate_group(group_of_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In DDP's group its few numbers would wait behind the gradients. On a GPU its stream has high priority."""
+    real, asked = dist.new_group, []
+
+    def new_group(members: list[int], **options: Any) -> Any:
+        asked.append((members, options.pop("pg_options")))
+        return real(**options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
     config = Config(model=replace(Config().model, batch_norm_ranks="all"))
     group = make_batch_norm_group(config, Ranks(0, 2), torch.device("cpu"))
     assert group
     assert group != group_of_one
     assert make_batch_norm_group(config, Ranks(), torch.device("cpu")) is None
     assert make_batch_norm_group(Config(), Ranks(0, 2), torch.device("cpu")) is None
-    real, asked = dist.new_group, []
-
-    def new_group(**options: Any) -> Any:
-        asked.append(options.pop("pg_options"))
-        return real(**options)
-
-    monkeypatch.setattr(dist, "new_group", new_group)
     make_batch_norm_group(config, Ranks(0, 2), torch.device("cuda", 0))
-    assert asked[0].is_high_priority_stream
+    members, options = asked[-1]
+    assert members == [0, 1]
+    assert options.is_high_priority_stream
 
 
 @pytest.mark.parametrize("compile_model", ["true", "false"])

@@ -59,11 +59,15 @@ def test_every_rank_holds_whole_blocks_of_shuffled_keys(method: str) -> None:
         check_ranks(config, 8)
 
 
-def test_batch_norm_uses_a_micro_batch_of_one_rank_or_of_all() -> None:
+def test_batch_norm_uses_a_micro_batch_of_one_rank_of_a_group_or_of_all() -> None:
     config = config_of(4096, images_per_micro_batch=256)
     assert [batch_norm_images(config, ranks) for ranks in (64, 16, 4)] == [64, 256, 256]
     over_all = replace(config, model=replace(config.model, batch_norm_ranks="all"))
     assert [batch_norm_images(over_all, ranks) for ranks in (64, 16, 4)] == [4096, 4096, 1024]
+    over_8 = replace(config, model=replace(config.model, batch_norm_ranks=8))
+    assert [batch_norm_images(over_8, ranks) for ranks in (64, 16, 8)] == [512, 2048, 2048]
+    with pytest.raises(InputError, match=r"batch_norm_ranks is 8, but 4 rank.* groups of 8: use 1, 2, 4, local or all"):
+        check_ranks(over_8, 4)
 
 
 def test_micro_batches_under_cuda_graphs_are_refused() -> None:

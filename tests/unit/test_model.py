@@ -1,6 +1,7 @@
 """Encoder and projector have the layers, layouts and precision of the recipes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +80,14 @@ def test_a_vision_transformer_is_built_for_the_size_of_the_views() -> None:
     build_encoder(TINY, ViewsConfig(early_sizes=(32,), early_size_epochs=(1,)))  # a ResNet takes any size
 
 
-@pytest.mark.parametrize(("over", "group"), [("local", None), ("all", "everyone")])
-def test_batch_norm_uses_the_group_only_with_statistics_over_all_ranks(over: str, group: str | None) -> None:
+@pytest.mark.parametrize(("over", "size"), [("local", 1), ("all", 8), (4, 4)])
+def test_batch_norm_knows_the_number_of_ranks_of_its_statistics(over: Any, size: int) -> None:
     config = replace(TINY, batch_norm_ranks=over, encoder_batch_norm="per_view", projector_batch_norm="per_view")
-    context = MethodContext(Config(model=config), Ranks(0, 2), torch.device("cpu"), batch_norm_group="everyone")
+    group = "mine" if size > 1 else None
+    context = MethodContext(Config(model=config), Ranks(0, 8), torch.device("cpu"), batch_norm_group=group)
     networks = build_networks(EncoderProjector, context)
     norms = [m for m in networks.modules() if isinstance(m, ViewBatchNorm)]
-    assert {m.group_name for m in norms} == {group}
+    assert {(m.group_name, m.world_size) for m in norms} == {(group, size)}
 
 
 @pytest.mark.parametrize("stem", ["imagenet", "small"])

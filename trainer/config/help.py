@@ -118,6 +118,8 @@ def _limits(low: float | None, high: float | None) -> str:
 def _type_name(hint: Any) -> str:
     if hint in _TYPES:
         return _TYPES[hint]
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
     parts = get_args(hint)
     if get_origin(hint) is tuple:
         count = "" if parts[-1] is ... else f"{len(parts)} "

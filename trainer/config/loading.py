@@ -274,6 +274,8 @@ def _type_problem(word: _Word, message: str) -> str:
     options = re.search(r"Literal\[(.*?)\]", message)
     if options:
         wanted = f"one of {options[1]}"
+        if "<class 'int'>" in message:  # as model.batch_norm_ranks, which is one of two words or a number
+            wanted += ", or a whole number"
     elif isinstance(default, tuple):
         wanted = f"a list such as {list(default)}" if default else "a list such as [1, 2]"
     elif isinstance(default, bool):

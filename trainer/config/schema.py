@@ -162,8 +162,9 @@ class ModelConfig:
     """Statistics of BatchNorm in the encoder. per_view: of each view separately. joint: of all views together."""
     projector_batch_norm: Literal["per_view", "joint"] = "joint"
     """Statistics of BatchNorm in the projector, with the same choices."""
-    batch_norm_ranks: Literal["local", "all"] = "local"
-    """Ranks over which BatchNorm computes its statistics. local: each rank alone. all: all ranks together."""
+    batch_norm_ranks: Literal["local", "all"] | int = setting("local", between=(1, None))
+    """Ranks over which BatchNorm computes its statistics. local: each rank alone. all: all ranks together. A number: groups of
+    this many neighbouring ranks, for example the GPUs of a node, so that the statistics stay off the network."""
     activation_checkpointing: bool = setting(False, shapes_result=False)
     """Recompute the blocks of the encoder in backward instead of keeping their activations. Saves memory, costs time."""
     activation_memory_budget: float = setting(1.0, between=(0, 1), shapes_result=False)

@@ -100,12 +100,29 @@ def _micro_batches(config: Config, images_per_rank: int) -> int:
     return count
 
 
+def batch_norm_group_size(config: Config, world_size: int) -> int:
+    """Return the number of neighbouring ranks that share BatchNorm statistics.
+
+    Raises InputError if the ranks cannot be divided into groups of model.batch_norm_ranks."""
+    wanted = config.model.batch_norm_ranks
+    if wanted == "all":
+        return world_size
+    size = 1 if wanted == "local" else int(wanted)
+    if world_size % size:
+        raise InputError(
+            f"model.batch_norm_ranks is {size}, but {world_size} rank(s) cannot be divided into groups of {size}: use "
+            f"{divisors(world_size)}, local or all"
+        )
+    return size
+
+
 def check_ranks(config: Config, world_size: int) -> None:
     """Raise InputError if a step cannot be divided among this number of ranks."""
     # Each of these calls raises InputError for one kind of misfit. The rank does not matter.
     together = indivisible_images(config)
     count = images_of_rank(Ranks(0, world_size), config.data.images_per_step, together).count
     loss_group_size(count, world_size, together)
+    batch_norm_group_size(config, world_size)
     micro_batches(config, count)
 
 
@@ -127,14 +144,13 @@ def usable_ranks(config: Config, available: int) -> int:
 def batch_norm_images(config: Config, world_size: int) -> int:
     """Return the number of images whose views share BatchNorm statistics.
 
-    These are a micro-batch of one rank or of all ranks, or as many as the method fixes."""
+    These are a micro-batch of one rank, of a group of ranks or of all, or as many as the method fixes."""
     rows = config.method_settings.rows_of_statistics()
     if rows:
         return rows
     images_per_rank = config.data.images_per_step // world_size
-    ranks_together = world_size if config.model.batch_norm_ranks == "all" else 1
     micro_batch = images_per_rank // micro_batches(config, images_per_rank)
-    return micro_batch * ranks_together
+    return micro_batch * batch_norm_group_size(config, world_size)
 
 
 def check_set_size(config: Config, num_images: int, *, warn: bool = True) -> None:

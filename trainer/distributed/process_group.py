@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from trainer.config.schema import Config, DataConfig
 from trainer.data.index import Index, open_images
 from trainer.distributed.device import compiles
+from trainer.distributed.geometry import batch_norm_group_size
 from trainer.distributed.peers import Failure, Peers
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import compare_ranks, meet
@@ -120,27 +121,30 @@ def _exit_at_once(code: int) -> None:
 
 def make_loss_group(size: int, config: Config, ranks: Ranks, device: torch.device) -> Any:
     """Return the process group of this rank's loss group of `size` ranks; None for size 1. Every rank must call this."""
+    return _make_group(size, config, ranks, device) if size > 1 else None
+
+
+def make_batch_norm_group(config: Config, ranks: Ranks, device: torch.device) -> str | None:
+    """Return the name of this rank's group for BatchNorm's statistics; None if each rank uses local statistics.
+
+    Every rank must call this. NCCL runs the collectives of one group one after the other: in DDP's group, the few
+    numbers of a layer would wait for the 25 MB of gradients sent before them, and the backward would wait as well."""
+    size = batch_norm_group_size(config, ranks.world_size)
     if size == 1:
         return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if device.type == "cuda" else None
+    return str(_make_group(size, config, ranks, device, options).group_name)
+
+
+def _make_group(size: int, config: Config, ranks: Ranks, device: torch.device, options: Any = None) -> Any:
+    """Divide all ranks into groups of `size` neighbours; return this rank's group."""
     timeout = collective_timeout(config, device)  # a new group does not inherit the time-out of the default group
     # torch requires every rank to create every group, in the same order.
     groups = []
     for first in range(0, ranks.world_size, size):
         members = list(range(first, first + size))
-        groups.append(dist.new_group(members, timeout=timeout))
+        groups.append(dist.new_group(members, timeout=timeout, pg_options=options))
     return groups[ranks.rank // size]
-
-
-def make_batch_norm_group(config: Config, ranks: Ranks, device: torch.device) -> str | None:
-    """Return the name of a group of all ranks for BatchNorm's statistics; None if each rank uses local statistics.
-
-    Every rank must call this. NCCL runs the collectives of one group one after the other: in DDP's group, the few
-    numbers of a layer would wait for the 25 MB of gradients sent before them, and the backward would wait as well."""
-    if ranks.world_size == 1 or config.model.batch_norm_ranks == "local":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if device.type == "cuda" else None
-    group: Any = dist.new_group(timeout=collective_timeout(config, device), pg_options=options)
-    return str(group.group_name)
 
 
 def collective_timeout(config: Config, device: torch.device) -> timedelta:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import Config
+from trainer.distributed.geometry import batch_norm_group_size
 from trainer.methods.method import MethodContext
 from trainer.models.batch_norm import (
     convert_batch_norm,
@@ -114,10 +115,11 @@ def build_networks(kind: type[N], context: MethodContext, **options: Any) -> N:
 
     options: further arguments of the class `kind`."""
     config = context.config
-    group = context.batch_norm_group if config.model.batch_norm_ranks == "all" else None
+    group = context.batch_norm_group
+    group_size = batch_norm_group_size(config, context.ranks.world_size)
     # Random numbers are drawn on the CPU, so the device does not change the weights.
     torch.manual_seed(config.seed)
-    networks = kind(config, group, context.ranks.world_size, **options).to(context.device)
+    networks = kind(config, group, group_size, **options).to(context.device)
     if context.device.type == "cpu" and group is None:
         encode_one_view_at_a_time(networks)
     return networks

@@ -17,7 +17,7 @@ from trainer.data.tar_shards import list_shards
 from trainer.data.tiny_imagenet import has_annotations
 from trainer.distributed.cores import core_warnings, own_cores
 from trainer.distributed.device import PRECISION_NAMES, autocast_dtype, compiles
-from trainer.distributed.geometry import check_set_size
+from trainer.distributed.geometry import batch_norm_group_size, check_set_size
 from trainer.distributed.ranks import launch_warnings
 from trainer.errors import InputError
 from trainer.run.commit import git_commit
@@ -62,11 +62,11 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
     # Each block below checks one setting against the device or another setting.
     on_gpu = device.type == "cuda"
     compiled = compiles(config, device)
-    over_ranks = world_size > 1 and config.model.batch_norm_ranks == "all"
+    over_ranks = batch_norm_group_size(config, world_size) > 1
     if on_gpu and over_ranks and not compiled:
         lines.append(
-            "compile is false with model.batch_norm_ranks all: BatchNorm then runs as separate operations, which keep about "
-            "half as much memory again and take more time; set compile to auto"
+            f"compile is false with model.batch_norm_ranks {config.model.batch_norm_ranks}: BatchNorm then runs as separate "
+            "operations, which keep about half as much memory again and take more time; set compile to auto"
         )
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")

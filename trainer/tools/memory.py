@@ -96,14 +96,14 @@ def _settings_that_fit(config: Config, images: int, memory: Memory, gpu_gib: flo
 @functools.cache
 def estimate_memory(config: Config, views: int, device: torch.device) -> Memory:
     """Estimate the memory of a rank that puts `views` through the networks at once, eager or compiled as on `device`."""
-    all_ranks = config.model.batch_norm_ranks == "all"
+    over_ranks = config.model.batch_norm_ranks not in ("local", 1)
     compiled = compiles(config, device)
     # With local statistics the compiler keeps as much, and traces in half the time.
-    if compiled and all_ranks:
-        all_ranks = False
-        config = replace(config, model=replace(config.model, batch_norm_ranks="local"))
+    over_ranks = over_ranks and not compiled
+    model = replace(config.model, batch_norm_ranks="all" if over_ranks else "local")
+    config = replace(config, model=model)
     # No collective runs while the networks are traced, so any name of a group will do.
-    group = "traced only" if all_ranks else None
+    group = "traced only" if over_ranks else None
     cpu = torch.device("cpu")
     networks = config.method_settings.build(config, Ranks(0, 2), cpu, batch_norm_group=group).networks
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from trainer.config.schema import Config
 from trainer.distributed.geometry import (
+    batch_norm_group_size,
     batch_norm_images,
     images_of_rank,
     indivisible_images,
@@ -91,7 +92,12 @@ def _batch_norm_line(config: Config, world_size: int) -> str:
     rows = config.method_settings.rows_of_statistics()
     if rows:
         return f"BatchNorm: statistics of groups of {rows} rows"
-    ranks = "over all ranks" if model.batch_norm_ranks == "all" else "of each rank alone"
+    size = batch_norm_group_size(config, world_size)
+    ranks = f"of groups of {size} ranks"
+    if size == 1:
+        ranks = "of each rank alone"
+    elif size == world_size:
+        ranks = "over all ranks"
     return (
         f"BatchNorm: encoder {model.encoder_batch_norm}, projector {model.projector_batch_norm}, "
         f"statistics of {batch_norm_images(config, world_size)} images at a time, {ranks}"
