@@ -1,17 +1,21 @@
-"""LARS on all tensors of a parameter group by two Triton kernels, on NVIDIA GPUs or, in tests, interpreted.
+"""LARS, LARC and SGD on all tensors of a parameter group by two Triton kernels, on NVIDIA GPUs or, in tests, interpreted.
 
     (w, g) --squares--> sums of w^2 and (g + wd w)^2 of each chunk --update--> v, w
 
-The kernels pass over the group's memory seven times; torch's operations, tensor by tensor, pass over it 19 times. A chunk is
-CHUNK consecutive elements of one tensor; each program processes one chunk. The kernels find the tensors through a table of
-addresses, which is copied to the device only when it has changed. The host never waits for the device, and there are no atomic
-sums, so the same gradients give the same bits.
+The sums also tell whether all gradients are finite. Between the two kernels the ranks agree on it, and `update` changes nothing
+if the step has failed. Both divide the gradients by the loss scale of fp16. The kernels so pass over the group's memory seven
+times; torch's operations pass over it 19 times for LARS, once more for the check of the gradients, and twice more for fp16.
+
+A chunk is CHUNK consecutive elements of one tensor; each program processes one chunk. The kernels find the tensors through a
+table of addresses, which is copied to the device only when it has changed. The host never waits for the device, and there are
+no atomic sums, so the same gradients give the same bits.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,19 +56,25 @@ def squares(
     first,  # (num_tensors + 1,), number of each tensor's first chunk, and num_chunks
     owner,  # (num_chunks,), number of the tensor of each chunk
     sums,  # (2, num_chunks), written
+    scale,  # float32, 0-d: the gradients are multiplied by it
     weight_decay,
     num_tensors,
     num_chunks,
+    ADAPT: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the sums of w^2 and of (g + weight_decay w)^2 in each chunk. Grid: (num_chunks,)."""
+    """Compute the sums of w^2 and of (g / scale + weight_decay w)^2 in each chunk. Grid: (num_chunks,).
+
+    Without ADAPT, compute the sum of (g / scale)^2 only.
+    """
     chunk = tl.program_id(0)
     t = tl.load(owner + chunk)
     w = _tensor(places, t, ALIGNED)
     g = _tensor(places, num_tensors + t, ALIGNED)
     size = _size(sizes, t, ALIGNED)
+    unscale = 1.0 / tl.load(scale)
     start = (chunk - tl.load(first + t)) * CHUNK
     # Accumulate elementwise, and add up across the threads only once.
     square_w = tl.zeros((BLOCK,), tl.float32)
@@ -72,11 +82,14 @@ def squares(
     for offset in range(0, CHUNK, BLOCK):
         at = start + offset + tl.arange(0, BLOCK)
         inside = at < size
-        w_at = tl.load(w + at, mask=inside, other=0.0)
-        g_at = tl.load(g + at, mask=inside, other=0.0) + weight_decay * w_at
-        square_w += w_at * w_at
+        g_at = tl.load(g + at, mask=inside, other=0.0) * unscale
+        if ADAPT:
+            w_at = tl.load(w + at, mask=inside, other=0.0)
+            square_w += w_at * w_at
+            g_at += weight_decay * w_at
         square_g += g_at * g_at
-    tl.store(sums + chunk, tl.sum(square_w, axis=0))
+    if ADAPT:
+        tl.store(sums + chunk, tl.sum(square_w, axis=0))
     tl.store(sums + num_chunks + chunk, tl.sum(square_g, axis=0))
 
 
@@ -87,22 +100,26 @@ def update(
     first,
     owner,
     sums,  # (2, num_chunks); read only if ADAPT
+    scale,  # float32, 0-d, as in `squares`
     failed,  # float32, 0-d
-    rate,  # learning rate
+    rate_inside,  # of the gradient in the momentum buffer
+    rate_outside,  # of the buffer in the weight
     momentum,
     weight_decay,
     trust_coefficient,
     num_tensors,
     num_chunks,
     ADAPT: tl.constexpr,
+    LARC: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set v = momentum v + rate trust (g + weight_decay w), then w = w - v. Grid and tables as in `squares`.
+    """Set v = momentum v + rate_inside trust (g / scale + weight_decay w), then w = w - rate_outside v.
 
-    ADAPT: trust = trust_coefficient |w| / |g + weight_decay w|, or 1 if either norm is 0. Without ADAPT, trust is 1, and `sums`
-    is not read. If `failed` (float32, 0-d) is not 0, v and w are not touched.
+    Grid and tables as in `squares`. ADAPT: trust = trust_coefficient |w| / |g + weight_decay w|, or 1 if either norm is 0.
+    LARC: its denominator is |g| + weight_decay |w| + 1e-8, and there is no decay if either norm is 0. Without ADAPT, trust is
+    1, and `sums` is not read. If `failed` (float32, 0-d) is not 0, v and w are not touched.
     """
     chunk = tl.program_id(0)
     t = tl.load(owner + chunk)
@@ -118,9 +135,14 @@ def update(
             squares_g = tl.load(sums + num_chunks + at, mask=at < end, other=0.0)
             square_w += tl.sum(squares_w, axis=0)
             square_g += tl.sum(squares_g, axis=0)
-        # A division by a norm of 0 gives no valid ratio; `where` below replaces it by 1.
-        trust = trust_coefficient * tl.sqrt(square_w) / tl.sqrt(square_g)
-        rate *= tl.where((square_w > 0.0) & (square_g > 0.0), trust, 1.0)
+        adapted = (square_w > 0.0) & (square_g > 0.0)
+        denominator = tl.sqrt(square_g)
+        if LARC:
+            denominator += weight_decay * tl.sqrt(square_w) + 1e-8
+            weight_decay = tl.where(adapted, weight_decay, 0.0)
+        # A division by a norm of 0 gives no valid ratio; `where` replaces it by 1.
+        rate_inside *= tl.where(adapted, trust_coefficient * tl.sqrt(square_w) / denominator, 1.0)
+    unscale = 1.0 / tl.load(scale)
     w = _tensor(places, t, ALIGNED)
     g = _tensor(places, num_tensors + t, ALIGNED)
     v = _tensor(places, 2 * num_tensors + t, ALIGNED)
@@ -132,55 +154,78 @@ def update(
         at = (chunk - begin) * CHUNK + offset + tl.arange(0, BLOCK)
         inside = at < size
         w_at = tl.load(w + at, mask=inside, other=0.0)
-        g_at = tl.load(g + at, mask=inside, other=0.0) + weight_decay * w_at
-        v_at = momentum * tl.load(v + at, mask=inside, other=0.0) + rate * g_at
+        g_at = tl.load(g + at, mask=inside, other=0.0) * unscale + weight_decay * w_at
+        v_at = momentum * tl.load(v + at, mask=inside, other=0.0) + rate_inside * g_at
         tl.store(v + at, v_at, mask=inside)
-        tl.store(w + at, w_at - v_at, mask=inside)
+        tl.store(w + at, w_at - rate_outside * v_at, mask=inside)
+
+
+class Rule(NamedTuple):
+    """The options of an update, as `trainer.optimizer.Lars` has them."""
+
+    momentum: float
+    weight_decay: float
+    trust_coefficient: float | None  # None: no adaptation of the learning rate
+    larc: bool = False
 
 
 class GroupUpdate:
-    """The update of one parameter group, to be called once in each step. It keeps the tables that the kernels read."""
+    """The update of one parameter group: `measure`, then `update`, once in each step. It keeps the kernels' tables."""
 
     def __init__(self) -> None:
         # Number of elements of each weight, and address of each tensor, for which the tables were built.
         self._numels: list[int] = []
         self._addresses: list[int] = []
 
-    def __call__(
+    def measure(
         self,
         weights: Sequence[Tensor],
         gradients: Sequence[Tensor],
         buffers: Sequence[Tensor],
-        failed: Tensor,
-        *,
-        rate: float,
-        momentum: float,
-        weight_decay: float,
-        trust_coefficient: float | None,
-    ) -> None:
-        """Update weights and momentum buffers in place; the gradients do not change.
+        scale: Tensor,
+        rule: Rule,
+    ) -> Tensor:
+        """Compute the norms that `update` needs. Return a number (0-d) that is finite only if all gradients are.
 
-        All tensors are dense float32, with strides in any order.
-        failed: float32, 0-d, on the device; if it is not 0, nothing is updated.
-        trust_coefficient: None for no adaptation of the learning rate.
-        Raises ValueError if a tensor is not float32, or if a buffer does not have the layout of its weight.
+        All tensors are dense float32, with strides in any order. scale: loss scale by which the gradients are divided, float32,
+        0-d, on the device. Raises ValueError if a tensor is not float32, or if a buffer does not have the layout of its weight.
         """
-        # The kernels need gradients in the memory layout of their weights; copy the others.
+        # The kernels need gradients in the memory layout of their weights; copy the others, and keep the copies for `update`.
         pairs = zip(gradients, weights, strict=True)
-        gradients = [g if same_layout(g, w) else torch.empty_like(w).copy_(g) for g, w in pairs]
-        self._update_tables(weights, gradients, buffers)
-        # The arguments that both kernels share.
-        tables = (self._places, self._sizes, self._first, self._owner, self._sums)
-        counts = (len(weights), len(self._owner))
-        constants = {"ALIGNED": self._aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
-        grid = (len(self._owner),)
-        # The sums are needed only for the trust ratio.
-        if trust_coefficient is not None:
-            squares[grid](*tables, weight_decay, *counts, **constants)
-        update[grid](
-            *tables, failed, rate, momentum, weight_decay, trust_coefficient or 0.0, *counts,
-            ADAPT=trust_coefficient is not None, **constants,
+        self._gradients = [g if same_layout(g, w) else torch.empty_like(w).copy_(g) for g, w in pairs]
+        self._update_tables(weights, self._gradients, buffers)
+        decay = 0.0 if rule.larc else rule.weight_decay
+        squares[self._grid](
+            *self._tables, scale, decay, *self._counts, ADAPT=rule.trust_coefficient is not None, **self._constants
+        )
+        return self._sums[1].sum()
+
+    def update(self, scale: Tensor, failed: Tensor, rate_inside: float, rate_outside: float, rule: Rule) -> None:
+        """Update the weights and momentum buffers of `measure` in place; the gradients do not change.
+
+        failed: float32, 0-d, on the device; if it is not 0, nothing is updated.
+        """
+        trust = rule.trust_coefficient
+        update[self._grid](
+            *self._tables, scale, failed, rate_inside, rate_outside, rule.momentum, rule.weight_decay, trust or 0.0,
+            *self._counts, ADAPT=trust is not None, LARC=rule.larc, **self._constants,
         )  # fmt: skip
+
+    @property
+    def _tables(self) -> tuple[Tensor, ...]:
+        return self._places, self._sizes, self._first, self._owner, self._sums
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        return len(self._numels), len(self._owner)
+
+    @property
+    def _grid(self) -> tuple[int]:
+        return (len(self._owner),)
+
+    @property
+    def _constants(self) -> dict[str, int]:
+        return {"ALIGNED": self._aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
 
     def _update_tables(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Update the tables. If no tensor has moved since the last call, this only compares addresses."""
@@ -195,8 +240,8 @@ class GroupUpdate:
         for w, g, v in zip(weights, gradients, buffers, strict=True):
             if not same_layout(v, w) or {w.dtype, g.dtype, v.dtype} != {torch.float32}:
                 raise ValueError(
-                    "the kernels of lars need float32, and momentum in the memory layout of its weight: use optimizer.backend "
-                    "torch"
+                    "the kernels of the optimizer need float32, and momentum in the memory layout of its weight: use "
+                    "optimizer.backend torch"
                 )
         self._addresses = addresses
         self._places = _on_device(addresses, torch.int64, device)

@@ -24,10 +24,6 @@ class GradScaler:
         self.scale = torch.full((), FIRST_SCALE, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Divide the gradients by the scale, in place."""
-        torch._foreach_mul_(gradients, 1 / self.scale)
-
     def update(self, overflowed: Tensor) -> None:
         """Halve the scale if `overflowed` (0-d bool, on the device), and double it after STEPS_TO_GROW steps without
         overflow."""

@@ -49,6 +49,10 @@ def build_optimizer(
             larc=config.name == "larc",
             by_triton=config.backend == "triton",
         )
+    if config.name == "sgd" and config.backend == "triton":
+        # Without adaptation, and with the rate outside of the momentum buffer, LARS is SGD with momentum.
+        plain = [{**group, "adapt": False} for group in groups]
+        return Lars(plain, momentum=config.momentum, rate_in_momentum=False, by_triton=True)
     # Only torch's fused kernels can skip an update by a value on the device.
     fused = device.type == "cuda"
     if config.name == "adam":
@@ -84,6 +88,21 @@ def _with_constant_rate(
         {**group, "params": [p for p in group["params"] if p in constant], "constant_rate": peak} for group in groups
     ]
     return changing + fixed
+
+
+def gradient_norms(
+    optimizer: torch.optim.Optimizer, gradients: list[Tensor], scale: Tensor | None = None
+) -> list[Tensor]:
+    """Return numbers (0-d) that are finite only if all gradients are. The step calls this before `update`.
+
+    scale: loss scale of fp16. The Triton kernels divide the gradients by it, now and in `update`, and keep the norms for
+    `update`. With every other optimizer the gradients are divided here, in place, after their norms are taken."""
+    if isinstance(optimizer, Lars) and optimizer.uses_kernels:
+        return optimizer.measure(scale)
+    norms = torch._foreach_norm(gradients)
+    if scale is not None:
+        torch._foreach_mul_(gradients, 1 / scale)
+    return list(norms)
 
 
 def update(optimizer: torch.optim.Optimizer, learning_rate: float, skip: Tensor) -> None:
@@ -126,7 +145,7 @@ class Lars(torch.optim.Optimizer):
     ) -> None:
         """groups: parameters, or groups of them. The other values are defaults of groups that do not have their own.
 
-        by_triton: update with the CUDA kernels of `kernels.lars_triton`, which only know LARS with rate_in_momentum."""
+        by_triton: update with the CUDA kernels of `kernels.lars_triton`."""
         options = {"momentum": momentum, "trust_coefficient": trust_coefficient, "weight_decay": weight_decay}
         super().__init__(
             groups, {"lr": lr, "adapt": True, **options, "rate_in_momentum": rate_in_momentum, "larc": larc}
@@ -136,6 +155,37 @@ class Lars(torch.optim.Optimizer):
             from kernels.lars_triton import GroupUpdate  # loads triton, which machines without a GPU may lack
 
             self._kernels = [GroupUpdate() for _ in self.param_groups]
+        # The loss scale of the step that the kernels have measured, until they update.
+        self._measured: Tensor | None = None
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether the Triton kernels update the weights."""
+        return bool(self._kernels)
+
+    @torch.no_grad()
+    def measure(self, scale: Tensor | None = None) -> list[Tensor]:
+        """Let the Triton kernels compute what `step` needs. Return numbers (0-d) that are finite only if all gradients are.
+
+        scale: loss scale (0-d float32, on the device) by which this and `step` divide the gradients."""
+        device = self.param_groups[0]["params"][0].device
+        self._measured = torch.ones((), device=device) if scale is None else scale.clone()
+        measured = []
+        for group, kernels in zip(self.param_groups, self._kernels, strict=True):
+            weights, gradients, buffers = self._tensors(group)
+            if weights:
+                measured.append(kernels.measure(weights, gradients, buffers, self._measured, _rule(group)))
+        return measured
+
+    def _tensors(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the weights of a group that have gradients, the gradients, and the momentum buffers."""
+        # A parameter without a gradient gets a buffer as well, because a resumed run expects one for each parameter.
+        for p in group["params"]:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        weights = [p for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in weights if p.grad is not None]
+        return weights, gradients, [self.state[p]["momentum_buffer"] for p in weights]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,32 +198,22 @@ class Lars(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
+        # A program other than the trainer may call this without `measure`.
+        if self._kernels and self._measured is None:
+            self.measure()
         for number, group in enumerate(self.param_groups):
-            # A parameter without a gradient gets a buffer as well, because a resumed run expects one for each parameter.
-            for p in group["params"]:
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            weights = [p for p in group["params"] if p.grad is not None]
+            weights, gradients, buffers = self._tensors(group)
             if not weights:
                 continue
-            buffers = [self.state[p]["momentum_buffer"] for p in weights]
-            gradients = [p.grad for p in weights if p.grad is not None]
-            if self._kernels:
-                self._kernels[number](
-                    weights,
-                    gradients,
-                    buffers,
-                    weights[0].new_zeros(()) if found_inf is None else found_inf,
-                    rate=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                    trust_coefficient=group["trust_coefficient"] if group["adapt"] else None,
-                )
+            if self._measured is not None:
+                failed = torch.zeros_like(self._measured) if found_inf is None else found_inf
+                self._kernels[number].update(self._measured, failed, *_rates(group), _rule(group))
             elif found_inf is None:
                 for w, g, v in zip(weights, gradients, buffers, strict=True):
                     _update_one(w, g, v, group)
             else:
                 _update_together(weights, gradients, buffers, group, found_inf)
+        self._measured = None
         return loss
 
 
@@ -194,6 +234,14 @@ def _update_one(w: Tensor, g: Tensor, v: Tensor, group: dict[str, Any]) -> None:
                 denominator += decay * norm_w + _LARC_EPS
             rate_inside *= group["trust_coefficient"] * norm_w / denominator
     w.sub_(v.mul_(group["momentum"]).add_(g, alpha=rate_inside), alpha=rate_outside)
+
+
+def _rule(group: dict[str, Any]) -> Any:
+    """Return the options of a group as the kernels take them."""
+    from kernels.lars_triton import Rule
+
+    trust = group["trust_coefficient"] if group["adapt"] else None
+    return Rule(group["momentum"], group["weight_decay"], trust, larc=group["larc"] and group["adapt"])
 
 
 def _rates(group: dict[str, Any]) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from trainer.grad_scaler import GradScaler
 from trainer.methods.method import LossOutput, Method
 from trainer.models.online_probe import OnlineProbe
 from trainer.models.untrained_state import UntrainedState
-from trainer.optimizer import update
+from trainer.optimizer import gradient_norms, update
 from trainer.run.faults import GRADIENT_FAULT, fault_code, fault_codes
 
 
@@ -99,8 +99,10 @@ class TrainStep:
         output = self._forward_backward(pixels, step, labels)
 
         with record_function("agree"):
+            self.method.before_update(step)
             gradients = [p.grad for p in self.method.networks.parameters() if p.grad is not None]
-            fault = fault_code(output.ok, output.loss, gradients, self.fault_codes)
+            norms = gradient_norms(self.optimizer, gradients, self.grad_scaler.scale if self.grad_scaler else None)
+            fault = fault_code(output.ok, output.loss, norms, self.fault_codes)
             own_flags = torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)])
             flags = RankFlags(*agree(own_flags, self.ranks).unbind())
             skipped = flags.fault > 0
@@ -108,9 +110,7 @@ class TrainStep:
         # Every rank runs this code, because only the device knows whether the update is skipped.
         with record_function("update"):
             if self.grad_scaler:
-                self.grad_scaler.unscale(gradients)
                 self.grad_scaler.update(flags.fault == GRADIENT_FAULT)
-            self.method.before_update(step)
             update(self.optimizer, learning_rate, skipped)
             self.optimizer.zero_grad(set_to_none=True)
             self.method.after_update(step, skipped)

@@ -52,12 +52,14 @@ def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
 
 
 def lars_updates() -> None:
-    """Launch the kernels of both parameter groups, for tensors with and without 16-byte alignment."""
+    """Launch the kernels of LARS, LARC and SGD, for tensors with and without 16-byte alignment."""
     for numel in (8, 7):
         tensors = [[torch.empty(numel)] for _ in range(3)]
-        for trust in (1e-3, None):
-            settings = {"rate": 0.1, "momentum": 0.9, "weight_decay": 0.0, "trust_coefficient": trust}
-            lars_triton.GroupUpdate()(*tensors, torch.zeros(()), **settings)
+        for trust, larc in ((1e-3, False), (1e-3, True), (None, False)):
+            rule = lars_triton.Rule(0.9, 0.0, trust, larc)
+            group = lars_triton.GroupUpdate()
+            group.measure(*tensors, torch.ones(()), rule)
+            group.update(torch.ones(()), torch.zeros(()), 0.1, 1.0, rule)
 
 
 def _type(value: Any) -> str:

@@ -1,16 +1,20 @@
-"""LARS with Triton kernels equals the update tensor by tensor. The kernels are compiled on a GPU, interpreted on a CPU."""
+"""LARS, LARC and SGD with Triton kernels equal the update tensor by tensor.
+
+The kernels are compiled on a GPU, and interpreted on a CPU."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.conftest import ROOT
-from trainer.optimizer import Lars, parameter_groups, update
+from trainer.config.schema import OptimizerConfig
+from trainer.optimizer import Lars, build_optimizer, gradient_norms, parameter_groups, update
 
 lars_triton = pytest.importorskip("kernels.lars_triton", reason="the Triton kernels need the package triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy warns of the tests' NaN
@@ -85,6 +89,49 @@ def test_updates_equal_those_tensor_by_tensor(
         torch.testing.assert_close(actual.cpu().double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [None, 2.0**16])
+@pytest.mark.parametrize(
+    "config",
+    [
+        OptimizerConfig(name="sgd", momentum=0.9, weight_decay=1e-2),
+        OptimizerConfig(name="larc", weight_decay=1e-2),
+        OptimizerConfig(name="lars", weight_decay=1e-2, rate_in_momentum=False),
+    ],
+)
+def test_every_rule_equals_torch_also_with_a_loss_scale(config: OptimizerConfig, scale: float | None) -> None:
+    """With a scale, the gradients of both are multiplied by it, as fp16's are."""
+    ours, plain = Tensors(SHAPES), Tensors(SHAPES).to("cpu", torch.float64)
+    fast = build_optimizer(ours, replace(config, backend="triton"), DEVICE)
+    slow = build_optimizer(plain, replace(config, backend="torch"), torch.device("cpu"))
+    for step, rate in enumerate(RATES):
+        for model, optimizer in ((ours, fast), (plain, slow)):
+            set_gradients(model, step)
+            gradients = [p.grad.mul_(scale or 1.0) for p in model.parameters() if p.grad is not None]
+            device = gradients[0].device
+            in_step = None if scale is None else torch.tensor(scale, device=device)
+            norms = gradient_norms(optimizer, gradients, in_step)
+            assert torch.stack(norms).isfinite().all()
+            if in_step is not None:
+                in_step.mul_(2)  # the scaler may change it before the update
+            update(optimizer, rate, torch.tensor(False, device=device))
+    for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_one_bad_element_of_any_gradient_shows_in_the_norms(number: int, value: float) -> None:
+    model = Tensors(SHAPES)
+    optimizer = optimizer_of(model, by_triton=True)
+    set_gradients(model, 0)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert torch.stack(gradient_norms(optimizer, gradients)).isfinite().all()
+    gradients[number].flatten()[-1:].fill_(value) if gradients[number].is_contiguous() else gradients[number].fill_(
+        value
+    )
+    assert not torch.stack(gradient_norms(optimizer, gradients)).isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
 def test_a_skipped_update_changes_no_bit_and_the_next_one_is_applied(value: float) -> None:
@@ -156,7 +203,7 @@ def test_kernels_compile_without_spilling_and_load_four_elements_at_once(capabil
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
-    assert [kernel["kernel"] for kernel in kernels] == ["squares", "update", "update"] * 2
+    assert [kernel["kernel"] for kernel in kernels] == ["squares", "update"] * 6
     for kernel in kernels:
         assert kernel["spilled"] == 0
         assert kernel["registers"] <= 80  # so that six programs of 128 threads fit on a multiprocessor

@@ -71,9 +71,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     assert "optimizer.backend is triton with optimizer.name adam" in problems(
         "optimizer: {name: adam, backend: triton}", tmp_path
     )
-    assert "optimizer.backend is triton with optimizer.name lars and rate_in_momentum false" in problems(
-        "optimizer: {name: lars, rate_in_momentum: false, backend: triton}", tmp_path
-    )
     for name in ("adam", "sgd", "adamw", "larc"):
         assert f"optimizer.rate_in_momentum is false with optimizer.name {name}: only lars reads it" in problems(
             f"optimizer: {{name: {name}, rate_in_momentum: false}}", tmp_path

@@ -30,14 +30,6 @@ def test_the_inverse_of_the_scale_stays_finite() -> None:
     assert (1 / scale.scale).isfinite()
 
 
-def test_gradients_are_divided_by_the_scale() -> None:
-    scale = GradScaler(torch.device("cpu"))
-    gradients = [torch.full((2,), FIRST_SCALE), torch.ones(())]
-    scale.unscale(gradients)
-    assert gradients[0].tolist() == [1, 1]
-    assert gradients[1] == 1 / FIRST_SCALE
-
-
 def test_a_loaded_scaler_continues_from_the_state() -> None:
     one, other = (GradScaler(torch.device("cpu")) for _ in range(2))
     one.update(YES)

@@ -199,10 +199,10 @@ def _optimizer(o: OptimizerConfig) -> list[str]:
         problems.append(
             f"optimizer.rate_in_momentum is false with optimizer.name {o.name}: only lars reads it, remove it"
         )
-    if o.backend == "triton" and not (o.name == "lars" and o.rate_in_momentum):
+    if o.backend == "triton" and o.name in ("adam", "adamw"):
         problems.append(
-            f"optimizer.backend is triton with optimizer.name {o.name} and rate_in_momentum {str(o.rate_in_momentum).lower()}: "
-            "its kernels only compute lars with rate_in_momentum true, set the backend to auto"
+            f"optimizer.backend is triton with optimizer.name {o.name}: its kernels compute lars, larc and sgd, set the "
+            "backend to auto"
         )
     if o.start_learning_rate and not (o.warmup_epochs or o.warmup_steps):
         problems.append(

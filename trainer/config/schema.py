@@ -208,8 +208,8 @@ class OptimizerConfig:
     """Place where lars applies the learning rate. true: to what enters the momentum buffer (SimCLR). false: to the buffer, when
     the weights are updated (BYOL). They differ when the learning rate changes."""
     backend: Literal["auto", "torch", "triton"] = setting("auto", shapes_result=False)
-    """How LARS updates on a GPU: with torch's operations, or with two Triton kernels that pass over memory 7 times instead
-    of 19. auto: torch, until both have been measured on a GPU."""
+    """How lars, larc and sgd update on a GPU: with torch's operations, or with two Triton kernels that also check the
+    gradients, and pass over memory 7 times instead of 20 (lars). auto: torch. `wmse tune` measures both."""
     epochs: int = setting(100, between=(1, None))
     """Length of the run in epochs."""
     warmup_epochs: float = setting(0.0, between=(0, None))

@@ -40,16 +40,15 @@ def fault_codes(num_checks: int, rank: int, world_size: int) -> list[int]:
     return [*checks, highest_loss - rank, GRADIENT_FAULT]
 
 
-def fault_code(ok: Tensor, loss: Tensor, gradients: list[Tensor], codes: Tensor) -> Tensor:
+def fault_code(ok: Tensor, loss: Tensor, norms: list[Tensor], codes: Tensor) -> Tensor:
     """Return the code of this rank's first fault, 0-d int32 on the device; 0 if there is none.
 
     The maximum of all ranks' codes is the code of the first fault of all.
 
-    ok: (checks,) bool, the method's checks. loss: 0-d. gradients: those of all parameters. codes: (checks + 2,) int32,
-    `fault_codes` on the device.
+    ok: (checks,) bool, the method's checks. loss: 0-d. norms: numbers (0-d) that are finite only if all gradients are, see
+    `optimizer.gradient_norms`. codes: (checks + 2,) int32, `fault_codes` on the device.
     """
-    # A norm is finite only if all elements are, so one kernel checks all norms and the loss.
-    norms = torch._foreach_norm(gradients)
+    # One kernel checks all norms and the loss.
     finite = torch.stack([loss, *norms]).isfinite()
     loss_ok = finite[:1]
     gradients_ok = finite[1:].all()[None]
