@@ -24,8 +24,11 @@ from torch import Tensor
 
 from kernels.augment_reference import CHOICES, TAPS
 
-MOST_TAPS = 49  # a tile of SIDE pixels then still writes 16 pixels a side
-SIDE = 64  # width and height of the tile that a program of `blurred` reads
+MOST_TAPS = 25  # of a blur; a tile of HEIGHT pixels then still writes 8 rows
+# Pixels that a program of `blurred` reads. With 64 x 64 a thread would need so many registers that one program fills a
+# multiprocessor.
+HEIGHT = 32
+WIDTH = 64
 BLOCK = 1024  # pixels that a program of the other kernels holds at a time
 # A row of the table has 14 int64: address of the view's pixels, number of the view, and its choices as float32.
 ROW = 14
@@ -55,28 +58,28 @@ def _rounded(x):
 
 
 @triton.jit
-def _colored(red, green, blue, choices, mean, channel: tl.constexpr, COLOR: tl.constexpr):
-    """Return a channel of A x + C m in levels 0..255. choices: pointer to A and C; mean: pointer to m.
+def _colored(pixels, at, inside, choices, mean, channel, COLOR: tl.constexpr):
+    """Return a channel of A x + C m in levels 0..255, for the pixels x that begin at the bytes `at`.
 
-    Without COLOR return the channel of x, and read neither.
+    choices: pointer to A and C; mean: pointer to m. Without COLOR return the channel of x, and read neither.
     """
     if COLOR:
+        # Other channels are read again from the cache, which takes fewer registers than keeping them.
+        red = tl.load(pixels + at, mask=inside, other=0).to(tl.float32)
+        green = tl.load(pixels + at + 1, mask=inside, other=0).to(tl.float32)
+        blue = tl.load(pixels + at + 2, mask=inside, other=0).to(tl.float32)
         a = choices + 3 * channel
         c = choices + 9 + 3 * channel
         shift = tl.load(c) * tl.load(mean) + tl.load(c + 1) * tl.load(mean + 1) + tl.load(c + 2) * tl.load(mean + 2)
         value = tl.load(a) * red + tl.load(a + 1) * green + tl.load(a + 2) * blue
         value = _rounded(value + shift)
-    elif channel == 0:
-        value = red
-    elif channel == 1:
-        value = green
     else:
-        value = blue
+        value = tl.load(pixels + at + channel, mask=inside, other=0).to(tl.float32)
     return value
 
 
 @triton.jit
-def _normalised(value, level, normalisation, channel: tl.constexpr):
+def _normalised(value, level, normalisation, channel):
     """Invert the values from `level` on, then scale and shift them."""
     value = tl.where(value >= level, 255.0 - value, value)
     return value * tl.load(normalisation + channel) + tl.load(normalisation + 3 + channel)
@@ -129,12 +132,9 @@ def sharp(
     number = _number(table, row)
     choice = choices + row * _FLOATS
     level = tl.load(choice + _LEVEL)
-    red = tl.load(pixels + 3 * at, mask=inside, other=0).to(tl.float32)
-    green = tl.load(pixels + 3 * at + 1, mask=inside, other=0).to(tl.float32)
-    blue = tl.load(pixels + 3 * at + 2, mask=inside, other=0).to(tl.float32)
     view = out + number * area * 3
-    for channel in tl.static_range(3):
-        value = _colored(red, green, blue, choice + _FIRST, means + 3 * number, channel, COLOR)
+    for channel in range(3):
+        value = _colored(pixels, 3 * at, inside, choice + _FIRST, means + 3 * number, channel, COLOR)
         value = _normalised(value, level, normalisation, channel)
         tl.store(view + 3 * at + channel, value.to(out.dtype.element_ty), mask=inside)
 
@@ -155,7 +155,8 @@ def _weights(distance, sigma, radius):
     return tl.where(tl.abs(distance) <= radius, weight, 0.0)
 
 
-@triton.jit
+# These numbers change from batch to batch, which must not compile the kernel again.
+@triton.jit(do_not_specialize=["margin", "tiles_y", "tiles_x"])
 def blurred(
     table,  # as in `sharp`, views with blur
     choices,
@@ -164,23 +165,25 @@ def blurred(
     out,
     size,  # S
     margin,  # pixels that a tile reads beyond each side of what it writes; no view has a larger radius
-    tiles,  # number of tiles along a side of a view
+    tiles_y,  # number of tiles of a view along each side
+    tiles_x,
     COLOR: tl.constexpr,
-    HALF: tl.constexpr,
-    SIDE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Augment the views with blur. Grid: (rows * tiles * tiles,).
+    """Augment the views with blur. Grid: (rows * tiles_y * tiles_x,).
 
-    A program reads SIDE x SIDE pixels and writes those that are at least `margin` away from the border of this tile. The blur
-    is a product with a band of weights from each side, V X H. HALF: multiply in fp16, where levels are exact, and accumulate in
-    float32; otherwise multiply in float32.
+    A program reads HEIGHT x WIDTH pixels and writes those that are at least `margin` away from the border of this tile. The
+    blur is a product with a band of weights from each side, V X H, for tensor cores: factors in fp16, sums in float32. Levels
+    are exact in fp16. The rounding of the weights and of V X may move a result to the next level.
     """
     program = tl.program_id(0)
-    row = program // (tiles * tiles)
-    tile = program % (tiles * tiles)
-    step = SIDE - 2 * margin
-    first_y = (tile // tiles) * step
-    first_x = (tile % tiles) * step
+    row = program // (tiles_y * tiles_x)
+    tile = program % (tiles_y * tiles_x)
+    first_y = (tile // tiles_x) * (HEIGHT - 2 * margin)
+    first_x = (tile % tiles_x) * (WIDTH - 2 * margin)
+    end_y = tl.minimum(first_y + HEIGHT - 2 * margin, size)
+    end_x = tl.minimum(first_x + WIDTH - 2 * margin, size)
     pixels = _pixels(table, row)
     number = _number(table, row)
     choice = choices + row * _FLOATS
@@ -188,37 +191,31 @@ def blurred(
     radius = (tl.load(choice + _TAPS) - 1.0) * 0.5
     level = tl.load(choice + _LEVEL)
 
-    # Read the tile. What lies further out than the radius has the weight 0 and is not read.
-    i = tl.arange(0, SIDE)
+    # The pixels of the tile. What lies further out than the radius has the weight 0 and is not read.
+    i = tl.arange(0, HEIGHT)
+    j = tl.arange(0, WIDTH)
     y = first_y + i - margin
-    x = first_x + i - margin
-    end_y = tl.minimum(first_y + step, size) + radius
-    end_x = tl.minimum(first_x + step, size) + radius
-    needs_y = (y >= first_y - radius) & (y < end_y)
-    needs_x = (x >= first_x - radius) & (x < end_x)
+    x = first_x + j - margin
+    needs_y = (y >= first_y - radius) & (y < end_y + radius)
+    needs_x = (x >= first_x - radius) & (x < end_x + radius)
     needed = needs_y[:, None] & needs_x[None, :]
     source = 3 * (_mirrored(y, size)[:, None] * size + _mirrored(x, size)[None, :])
-    red = tl.load(pixels + source, mask=needed, other=0).to(tl.float32)
-    green = tl.load(pixels + source + 1, mask=needed, other=0).to(tl.float32)
-    blue = tl.load(pixels + source + 2, mask=needed, other=0).to(tl.float32)
+    y += margin
+    x += margin
+    written = (y < end_y)[:, None] & (x < end_x)[None, :]
+    target = 3 * (y[:, None] * size + x[None, :])
 
     # Row i of V and column i of H have the weights of what is written at i, which was read at i + margin.
-    kind: tl.constexpr = tl.float16 if HALF else tl.float32
-    precision: tl.constexpr = "tf32" if HALF else "ieee"
-    down = _weights(i[None, :] - i[:, None] - margin, sigma, radius).to(kind)
-    across = _weights(i[:, None] - i[None, :] - margin, sigma, radius).to(kind)
+    down = _weights(i[None, :] - i[:, None] - margin, sigma, radius).to(tl.float16)
+    across = _weights(j[:, None] - j[None, :] - margin, sigma, radius).to(tl.float16)
     # Dividing by the sum of the rounded weights keeps areas of one colour exactly.
-    total = tl.sum(_weights(i - SIDE // 2, sigma, radius).to(kind).to(tl.float32), axis=0)
+    total = tl.sum(_weights(j - WIDTH // 2, sigma, radius).to(tl.float16).to(tl.float32), axis=0)
 
-    target = 3 * ((first_y + i)[:, None] * size + (first_x + i)[None, :])
-    writes_y = (i < step) & (first_y + i < size)
-    writes_x = (i < step) & (first_x + i < size)
-    written = writes_y[:, None] & writes_x[None, :]
     view = out + number * size * size * 3
-    for channel in tl.static_range(3):
-        value = _colored(red, green, blue, choice + _FIRST, means + 3 * number, channel, COLOR)
-        value = tl.dot(down, value.to(kind), input_precision=precision) / total
-        value = tl.dot(value.to(kind), across, input_precision=precision) / total
+    for channel in range(3):
+        value = _colored(pixels, source, needed, choice + _FIRST, means + 3 * number, channel, COLOR)
+        value = tl.dot(down, value.to(tl.float16)) / total
+        value = tl.dot(value.to(tl.float16), across) / total
         value = _normalised(_rounded(value), level, normalisation, channel)
         tl.store(view + target + channel, value.to(out.dtype.element_ty), mask=written)
 
@@ -242,6 +239,10 @@ def augment(
     The kernels run on the current stream, and the views must keep their content until they have ended.
     """
     num_rows, size = out.shape[:2]
+    if not all(view.is_contiguous() for view in views) or not out.is_contiguous():
+        raise ValueError(
+            "the kernels of the augmentation need views and result contiguous, (N, S, S, 3) and (R, S, S, 3)"
+        )
     # The views without blur come first in the table, so that each kernel has consecutive rows.
     order = np.argsort(choices[:, TAPS] > 1, kind="stable")
     num_sharp = int((choices[:, TAPS] <= 1).sum())
@@ -262,10 +263,11 @@ def augment(
         margin = int(choices[:, TAPS].max()) // 2
         if margin > MOST_TAPS // 2:
             raise ValueError(f"a view is blurred with {2 * margin + 1} taps: the kernels take at most {MOST_TAPS}")
-        tiles = triton.cdiv(size, SIDE - 2 * margin)
-        blurred[((num_rows - num_sharp) * tiles * tiles,)](
-            table[num_sharp:], as_floats[num_sharp:], means, normalisation, out, size, margin, tiles,
-            COLOR=color, HALF=out.dtype != torch.float32, SIDE=SIDE, num_warps=8,
+        tiles_y = triton.cdiv(size, HEIGHT - 2 * margin)
+        tiles_x = triton.cdiv(size, WIDTH - 2 * margin)
+        blurred[((num_rows - num_sharp) * tiles_y * tiles_x,)](
+            table[num_sharp:], as_floats[num_sharp:], means, normalisation, out, size, margin, tiles_y, tiles_x,
+            COLOR=color, HEIGHT=HEIGHT, WIDTH=WIDTH, num_warps=8,
         )  # fmt: skip
 
 
