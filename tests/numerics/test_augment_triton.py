@@ -3,20 +3,24 @@
 The kernels are compiled on a GPU, interpreted on a CPU. Differences are in levels of 255.
 """
 
+import io
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from kernels.augment_reference import LEVEL, SIGMA, TAPS, augment, no_augmentation
 from tests.conftest import ROOT
 from tests.data.drawing import smooth_picture
+from trainer.config.checks import MOST_TAPS_TRITON
 from trainer.config.schema import DataConfig, ViewsConfig
 from trainer.data.dali_graph import view_arrays
 from trainer.data.index import open_index
@@ -27,7 +31,7 @@ from trainer.models.encoder import Normalize
 from trainer.verify.dali_views import dali_run, draw_plan, sizes
 
 augment_triton = pytest.importorskip("kernels.augment_triton", reason="the Triton kernels need the package triton")
-from trainer.data.augment import split_choices  # noqa: E402
+split_choices = pytest.importorskip("trainer.data.augment").split_choices
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -49,7 +53,7 @@ RECIPES = {
     "all, colour first, 33 px": replace(ALL, order="color_first", size=33),
     "all, 8 px": replace(ALL, size=8),
 }
-IMAGES = 12
+IMAGES = 8
 
 
 def pictures() -> list[bytes]:
@@ -67,14 +71,9 @@ def stages(recipe: ViewsConfig) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     plan = draw_plan(recipe, IMAGES)
     arrays = view_arrays(plan, recipe, *sizes(encoded))
     windows, choices = split_choices(arrays, recipe)
-    plain = replace(
-        recipe, color_probability=0.0, gray_probability=0.0, blur_probability=0.0, solarize_probability=0.0
-    )
+    plain = replace(recipe, color_probability=0.0, gray_probability=0.0, blur_probability=0.0, solarize_probability=0.0)
     means = None
     if recipe.order == "color_first":
-        from PIL import Image
-        import io
-
         pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in encoded]
         means = torch.tensor(np.array([image.mean((0, 1)) for image in pixels])).repeat(recipe.num_views, 1)
     before = dali_run(encoded, plain, windows).flatten(0, 1)
@@ -123,28 +122,28 @@ def test_the_definition_equals_dalis_graph(name: str) -> None:
     assert name == "resize alone" or not torch.equal(expected, inputs[0])
 
 
-# float32 rounds otherwise than float64, and the blur multiplies in fp16. bf16 and fp16 round the result, by at most one unit
-# of the last place: 2^-8 and 2^-11 of a value below 2, twice that below 4. The interpreter cuts bf16 off.
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-10}
-
-
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("name", ["colour", "blur", "all", "all, colour first, 33 px", "all, 8 px"])
-def test_the_kernels_equal_the_definition(name: str, dtype: torch.dtype) -> None:
+def test_the_kernels_equal_the_definition(name: str) -> None:
+    """The blur multiplies in fp16, so some results near the middle between two levels are rounded to the other one."""
     recipe = RECIPES[name]
     *inputs, _ = stages(recipe)
     expected = reference(*inputs, recipe)
-    found = by_kernels(*inputs, recipe, dtype)
-    assert found.dtype == dtype
-    error = (found.double() - expected).abs()
-    # Count and set aside the values that were rounded to the next level.
-    moved = (error - Normalize(recipe).double().factor).abs() <= ROUNDING[dtype]
-    error = torch.where(moved, 0.0, error)
+    found = by_kernels(*inputs, recipe, torch.float32)
+    difference = (levels(found, recipe) - levels(expected, recipe)).abs()
+    moved = difference > 0.5
     share = moved.double().mean().item()
-    print(f"| {name} | {dtype} | {100 * share:.3f} | {error.max():.1e} | {error.mean():.1e} |")
-    assert error.max() <= ROUNDING[dtype]
-    if dtype != torch.bfloat16:
-        assert share < 0.02
+    print(f"| {name} | {100 * share:.3f} | {difference[~moved].max():.1e} |")
+    assert difference[~moved].max() < 1e-3
+    assert difference.max() < 1.001
+    assert share < 0.02
+    # The other data types are rounded from the same values. (The interpreter cuts bf16 off instead of rounding it.)
+    for dtype, bound in ((torch.bfloat16, 2.0**-8 if ON_GPU else 2.0**-7), (torch.float16, 2.0**-11)):
+        rounded = by_kernels(*inputs, recipe, dtype)
+        assert rounded.dtype == dtype
+        error = (rounded.double() - found.double()).abs()
+        of_definition = (rounded.double() - expected).abs()
+        print(f"|  {dtype} | {error.max():.1e} | {of_definition.max():.1e} | {of_definition.mean():.1e} |")
+        assert (error <= bound * found.double().abs() + 1e-7).all()
 
 
 def test_a_view_without_blur_does_not_depend_on_the_blur_of_others() -> None:
@@ -186,6 +185,7 @@ def test_the_largest_blur_is_computed_over_several_tiles(taps: int) -> None:
 def test_a_blur_beyond_the_tile_is_refused() -> None:
     choices = torch.from_numpy(no_augmentation(2))
     choices[:, TAPS] = 27
+    assert augment_triton.MOST_TAPS == MOST_TAPS_TRITON  # so that the settings are refused before
     with pytest.raises(ValueError, match="27 taps: the kernels take at most 25"):
         by_kernels(torch.zeros(2, 3, 40, 40, dtype=torch.uint8), choices, None, PLAIN, torch.float32)
 
@@ -206,7 +206,9 @@ def test_solarisation_inverts_from_its_level_on() -> None:
 PER_STEP = 4
 
 
-def batches(root, recipe: ViewsConfig, dtype: torch.dtype | None, sizes=()) -> list[Batch]:
+def batches(
+    root: Path, recipe: ViewsConfig, dtype: torch.dtype | None, sizes: tuple[tuple[int, int], ...]
+) -> list[Batch]:
     """Return copies of the batches of three steps."""
     index = open_index(root, "train")
     planner = Planner(recipe, seed=0, num_images=len(index), images_per_step=PER_STEP, images=ImageRange(0, PER_STEP))
@@ -235,7 +237,9 @@ def batches(root, recipe: ViewsConfig, dtype: torch.dtype | None, sizes=()) -> l
     ],
     ids=["early sizes", "colour first", "plain"],
 )
-def test_the_loader_gives_the_same_views_with_either_backend(tiny_set, recipe, dtype, sizes) -> None:
+def test_the_loader_gives_the_same_views_with_either_backend(
+    tiny_set: Path, recipe: ViewsConfig, dtype: torch.dtype, sizes: tuple[tuple[int, int], ...]
+) -> None:
     by_dali = batches(tiny_set, recipe, None, sizes)
     by_triton = batches(tiny_set, recipe, dtype, sizes)
     normalize = Normalize(recipe)
@@ -261,12 +265,12 @@ def test_the_loader_gives_the_same_views_with_either_backend(tiny_set, recipe, d
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_kernels_compile_without_spilling(capability: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.numerics.compile_kernels", capability, "views32", "views224"]
+    command = [sys.executable, "-m", "tests.numerics.compile_kernels", capability, "views224"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
-    # for each size and data type, with and without colours
-    assert [kernel["kernel"] for kernel in kernels] == ["view_means", "sharp", "blurred", "sharp", "blurred"] * 6
+    # for each data type, with and without colours; the code is the same for views of any size
+    assert [kernel["kernel"] for kernel in kernels] == ["view_means", "sharp", "blurred", "sharp", "blurred"] * 3
     most = {"view_means": 64, "sharp": 80, "blurred": 128}  # so that at least two programs fit on a multiprocessor
     for kernel in kernels:
         assert kernel["spilled"] == 0
