@@ -228,7 +228,7 @@ class ViewLoader:
                     self._start(step)
                 # DALI prepares the next batches while the caller uses this one.
                 outputs, prepared = self._run(step)
-                views = self._collect(outputs, prepared)
+                views = self._collect(outputs, len(prepared.image_ids), prepared.choices)
                 wait_seconds = time.perf_counter() - began
                 yield Batch(step, views, prepared.image_ids, wait_seconds, prepared.rows_digest)
         finally:
@@ -399,14 +399,13 @@ class ViewLoader:
                 problem = str(error)
         return np.frombuffer(data, np.uint8), problem
 
-    def _collect(self, outputs: Any, prepared: Prepared) -> torch.Tensor:
+    def _collect(self, outputs: Any, count: int, choices: NDArray[np.float32] | None = None) -> torch.Tensor:
         """Join DALI's outputs, one for each view, to one view-major tensor: copy them, or augment them on the way."""
-        count = len(prepared.image_ids)
         buffer = self._buffer[: self.recipe.num_views * count]
         # from_dlpack shares memory with DALI, so the pixels are copied only once.
         shared = [torch.from_dlpack(output.as_tensor()) for output in outputs]
         if self._augmentation:
-            self._augmentation(shared, prepared.choices, buffer)
+            self._augmentation(shared, choices, buffer)
         else:
             for view, pixels in enumerate(shared):
                 buffer[view * count : (view + 1) * count].copy_(pixels)
