@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,8 +253,9 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
     drawn = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
     assert (drawn[8:16, 16:24] == views[2 * 3 + 1].permute(1, 2, 0).numpy()).all()  # view 2 of image 1
     # Views that are normalised already are shown as the same pixels.
-    normalised = Board(tmp_path / "normalised", 0, config)
-    normalised.draw_views(Normalize(config.views)(views).bfloat16(), 1)
+    scaled = replace(config.views, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+    normalised = Board(tmp_path / "normalised", 0, replace(config, views=scaled))
+    normalised.draw_views(Normalize(scaled)(views).bfloat16(), 1)
     normalised.close()
     (same,) = EventAccumulator(str(tmp_path / "normalised" / "tensorboard")).Reload().Images("views")
     shown = np.asarray(Image.open(io.BytesIO(same.encoded_image_string))).astype(int)
