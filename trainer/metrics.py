@@ -302,7 +302,7 @@ class MetricsWriter:
         self._epochs = epochs
 
     def show_step(self, step: int, views: Tensor) -> None:
-        """Move the progress bar, and draw the first views of this start. views: (d*N, 3, S, S) uint8."""
+        """Move the progress bar, and draw the first views of this start. views: (d*N, 3, S, S)."""
         self._bar.move(step)
         # Each start draws once, which shows what it trains on.
         if not self._has_views:

@@ -19,7 +19,7 @@ from trainer.data.index import Index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner
 from trainer.data.run_images import images_of_run, open_cache
-from trainer.distributed.device import autocast_dtype, compiles
+from trainer.distributed.device import autocast_dtype, compiles, views_dtype
 from trainer.distributed.geometry import (
     check_set_size,
     images_of_rank,
@@ -131,9 +131,10 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raise InputError if the method or the optimizer does not support the settings on this device."""
+    """Raise InputError if the method, the optimizer or the augmentation does not support the settings on this device."""
     config.method_settings.check_device(config, device)
     optimizer.check_device(config.optimizer, device)
+    views_dtype(config, device)
 
 
 def build_step(
@@ -247,4 +248,5 @@ def build_loader(run: Run, first_step: int) -> ViewLoader:
         cache=run.cache,
         quarantine=run.quarantine,
         rank=run.ranks.rank,
+        views_dtype=views_dtype(run.config, run.device),
     )

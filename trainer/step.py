@@ -89,7 +89,7 @@ class TrainStep:
         stop: int = 0,
         save: bool = False,
     ) -> StepResult:
-        """Make one update. pixels: (R, 3, S, S) uint8, channels_last. step: counted from 0.
+        """Make one update. pixels: (R, 3, S, S) uint8, or normalised views (`Normalize`), channels_last. step: from 0.
 
         labels: (N,) int64 of this rank's images, on the device, -1: no label; only the online probe needs them.
         stop: how this rank was asked to stop (`signals`: GO_ON, PREEMPT or STOP). save: whether it wants the run to be saved.

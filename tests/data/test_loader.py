@@ -580,8 +580,8 @@ def fails_in_step(step: int, times: int, monkeypatch: pytest.MonkeyPatch) -> lis
                 raise RuntimeError("nvJPEG error 6\nStacktrace")
             return outputs
 
-    def build(recipe, batch_size, place, source, *, decoded=False):
-        return Pipeline(view_pipeline(recipe, batch_size, place, source, decoded=decoded), source)
+    def build(recipe, batch_size, place, source, **options):
+        return Pipeline(view_pipeline(recipe, batch_size, place, source, **options), source)
 
     monkeypatch.setattr("trainer.data.loader.view_pipeline", build)
     return ran

@@ -81,7 +81,7 @@ def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
         own("kernels", 100, "torch,triton,numpy", "check_kernels"),
         own("views", 60, IMAGES, "check_views"),
         Part("pictures", 60, IMAGES, ["-m", "tests.gpu.make_set", images, "48" if tiny else "2048"]),
-        own("loader", 60, IMAGES, "time_images", "loader", images),
+        own("loader", 80, IMAGES, "time_images", "loader", images),
         own("end2end", 140, IMAGES, "time_images", "end2end", images),
         Part("run", 140, COMMAND, training_run(images, str(work / "run"), tiny)),
         Part("pytest", 200, COMMAND + ",triton,pytest,hypothesis", ["-m", "pytest", *tests(tiny)]),

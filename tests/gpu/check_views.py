@@ -1,8 +1,8 @@
 """Compare DALI's views on a GPU with those on the CPU: python -m tests.gpu.check_views OUT.json [--tiny]
 
 Both follow the same plan, for every kind of graph. JPEG and PNG are compared separately, because the GPU's JPEG decoder rounds
-differently. Then the loader runs beside other work of the device: it must yield the same batches, and not overwrite one before
-it is used.
+differently. The kernels of the augmentation are compared with DALI's graph on the same device. Then the loader runs beside
+other work of the device: it must yield the same batches, and not overwrite one before it is used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backends import why_not
 from tests.gpu.make_set import make_set
-from tests.gpu.part import Line, Task, main
+from tests.gpu.part import Line, Task, attempt, main
 from trainer.config.schema import DataConfig, ViewsConfig
 from trainer.data.index import Index, open_index
 from trainer.data.loader import ViewLoader, train_requests
 from trainer.data.plan import Planner
 from trainer.distributed.ranks import ImageRange
+from trainer.models.encoder import Normalize
 
 CPU = torch.device("cpu")
 STRONG = ViewsConfig(num_views=4, size=224)
@@ -38,10 +41,14 @@ STEPS = 6
 IMAGES_PER_STEP = 16
 # Largest mean difference in levels of 255. For PNG only the arithmetic differs, for JPEG also the decoder.
 MEAN_BOUND = {"png": 0.6, "jpg": 2.5}
+# The kernels start from the same pixels as DALI's graph, so only results near the middle between two levels may differ.
+KERNELS_BOUND = 0.05
 
 
-def loader_of(index: Index, recipe: ViewsConfig, device: torch.device) -> ViewLoader:
-    """Build the loader of a few steps. Its plan is the same for each device."""
+def loader_of(
+    index: Index, recipe: ViewsConfig, device: torch.device, views_dtype: torch.dtype | None = None
+) -> ViewLoader:
+    """Build the loader of a few steps. Its plan is the same for each device. views_dtype: see `ViewLoader`."""
     images = ImageRange(0, IMAGES_PER_STEP)
     planner = Planner(recipe, seed=3, num_images=len(index), images_per_step=IMAGES_PER_STEP, images=images)
     return ViewLoader(
@@ -53,6 +60,7 @@ def loader_of(index: Index, recipe: ViewsConfig, device: torch.device) -> ViewLo
         device=device,
         first_step=0,
         end_step=STEPS,
+        views_dtype=views_dtype,
     )
 
 
@@ -84,6 +92,20 @@ def differences(index: Index, recipe: ViewsConfig, device: torch.device) -> dict
     return {kind: _summary(torch.stack(gaps)) for kind, gaps in found.items() if gaps}
 
 
+def check_kernels(index: Index, recipe: ViewsConfig, device: torch.device) -> Line:
+    """Compare the views of the augmentation's kernels with those of DALI's graph on the same device, in levels."""
+    normalize = Normalize(recipe)
+    by_dali = batches(index, recipe, device)
+    by_kernels = [batch.views.clone().cpu() for batch in loader_of(index, recipe, device, torch.float32)]
+    pairs = zip(by_kernels, by_dali, strict=True)
+    gaps = [(normalize.undo(views).int() - expected.int()).abs() for views, (expected, _) in pairs]
+    figures = _summary(torch.stack(gaps))
+    line: Line = {"said": f"{figures['mean']:.4f} levels", "levels": figures}
+    if not (figures["mean"] <= KERNELS_BOUND and figures["largest"] <= 1):
+        line["problem"] = f"the kernels differ from DALI by more than one level, or {KERNELS_BOUND} in the mean"
+    return line
+
+
 def _summary(differences: Tensor) -> dict[str, float]:
     values = differences.flatten().float()
     # torch.quantile takes at most 16 million values.
@@ -93,7 +115,7 @@ def _summary(differences: Tensor) -> dict[str, float]:
 
 
 def check_views(task: Task) -> Iterator[Line]:
-    """Yield a line for each recipe and kind of file, and one for the busy device."""
+    """Yield a line for each recipe and kind of file, one for its kernels, and one for the busy device."""
     recipes = {"tiny": replace(STRONG, num_views=2, size=32)} if task.tiny else RECIPES
     with tempfile.TemporaryDirectory() as folder:
         make_set(Path(folder), 48)
@@ -105,6 +127,8 @@ def check_views(task: Task) -> Iterator[Line]:
                 if not mean <= MEAN_BOUND[kind]:
                     line["problem"] = f"differs from the CPU by more than {MEAN_BOUND[kind]} levels in the mean"
                 yield line
+            if why_not("triton", task.device.type, size=1, in_float64=False) is None:
+                yield attempt(f"{name}, kernels", partial(check_kernels, index, recipe, task.device))
         # The same batches must come whether the device is idle or busy.
         first_recipe = next(iter(recipes.values()))
         idle = batches(index, first_recipe, task.device)

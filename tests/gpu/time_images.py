@@ -1,7 +1,7 @@
 """Time the loader or the whole loop on drawn images: python -m tests.gpu.time_images OUT.json loader|end2end FOLDER [--tiny]
 
-loader: times batches alone, and samples how busy the GPU's JPEG engine is. end2end: times the real loop, the parts of its step,
-and the same step alone. FOLDER: images of tests.gpu.make_set.
+loader: times batches alone, with the augmentation by DALI and by Triton, and samples how busy the GPU's JPEG engine is.
+end2end: times the real loop, the parts of its step, and the same step alone. FOLDER: images of tests.gpu.make_set.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.gpu.part import Line, Task, main
+import numpy as np
+import torch
+
+from kernels.backends import why_not
+from tests.gpu.part import Line, Task, attempt, main, without_waiting
 from tests.gpu.time_step import RECIPE, TINY
 from trainer.bench.end2end import bench_end2end
 from trainer.bench.loader import bench_loader
-from trainer.bench.timing import spread
+from trainer.bench.timing import interleave, spread, timed
 from trainer.config.schema import Config
+from trainer.data.dali_graph import view_arrays
+from trainer.data.plan import Planner
+from trainer.distributed.ranks import ImageRange
 from trainer.loop import train
 
 SAMPLE = ["nvidia-smi", "--query-gpu=utilization.jpeg", "--format=csv,noheader,nounits", "--loop-ms=200"]
@@ -33,7 +40,40 @@ def time_images(task: Task) -> Iterator[Line]:
 
 
 def loader(config: Config, task: Task) -> Iterator[Line]:
-    """Yield the views per second, and the utilisation of the JPEG engine meanwhile."""
+    """Yield the views per second with either backend of the augmentation, and the use of the JPEG engine with DALI's."""
+    yield from loader_by_dali(config, task)
+    if why_not("triton", task.device.type, size=1, in_float64=False):
+        return
+    yield attempt("augmentation", lambda: augmentation(config, task))
+    if not task.tiny:  # interpreted kernels take seconds
+        by_triton = replace(config, data=replace(config.data, augment_backend="triton"))
+        result = bench_loader(by_triton, 8.0)
+        yield {"name": "loader, triton", "said": f"{result['views_per_s']:,.0f} views/s", **result}
+
+
+def augmentation(config: Config, task: Task) -> Line:
+    """Time the kernels alone, for the views of one step."""
+    from trainer.data.augment import Augmentation, split_choices
+
+    recipe = config.views
+    images = config.data.images_per_step
+    planner = Planner(recipe, seed=0, num_images=images, images_per_step=images, images=ImageRange(0, images))
+    side = np.full(images, 256)
+    _, choices = split_choices(view_arrays(planner.plan(0), recipe, side, side), recipe)
+    shape = (images, recipe.size, recipe.size, 3)
+    views = [torch.randint(256, shape, dtype=torch.uint8, device=task.device) for _ in range(recipe.num_views)]
+    out = torch.empty(len(choices), *shape[1:], dtype=torch.bfloat16, device=task.device)
+    augment = Augmentation(recipe, task.device)
+    # The first call compiles the kernels.
+    augment(views, choices, out)
+    without_waiting(lambda: augment(views, choices, out), task.device)
+    windows = {"step": timed(lambda: augment(views, choices, out), task.device)}
+    figure = spread(interleave(windows, 0.1 if task.tiny else 2.0)["step"], 1e3)
+    return {"said": f"{figure['median']:.2f} ms for {len(choices)} views", "ms": figure}
+
+
+def loader_by_dali(config: Config, task: Task) -> Iterator[Line]:
+    """Yield the views per second, and the use of the JPEG engine meanwhile."""
     # Sample the utilisation in another process while the loader runs.
     try:
         samples = subprocess.Popen(SAMPLE, stdout=subprocess.PIPE, text=True)

@@ -1,8 +1,9 @@
 """Compiles every Triton kernel for a GPU that this machine may lack: `compile_kernels.py CAPABILITY SIZE...`.
 
-Each kernel is compiled as `kernels.whitening_triton` launches it, and for size 0 as `kernels.lars_triton` does. The result is
-JSON on stdout: registers per thread, bytes spilled, bytes of shared memory per program, number of loads of four elements, and
-whether a product is rounded to TF32 or bfloat16. Run it in a new process, without TRITON_INTERPRET.
+Each kernel is compiled as `kernels.whitening_triton` launches it, and for size 0 as `kernels.lars_triton` does. A SIZE such as
+views224 compiles those of `kernels.augment_triton` for views of 224 pixels. The result is JSON on stdout: registers per thread,
+bytes spilled, bytes of shared memory per program, number of loads of four elements, and whether the code has TF32 or bfloat16.
+Run it in a new process, without TRITON_INTERPRET.
 """
 
 import json
@@ -19,10 +20,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import lars_triton, whitening_triton
+from kernels import augment_triton, lars_triton, whitening_triton
+from kernels.augment_reference import LEVEL, SIGMA, TAPS, no_augmentation
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
-def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
+def compile_all(capability: int, size: str) -> list[dict[str, Any]]:
     """Run forward and backward with each kernel launch replaced by a compilation. Return the resources of each kernel."""
     built: list[dict[str, Any]] = []
 
@@ -41,11 +52,14 @@ def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
         return build
 
     with mock.patch.object(triton.runtime.jit.JITFunction, "__getitem__", launch):
-        if size == 0:
+        if size.startswith("views"):
+            augmented_views(int(size.removeprefix("views")))
+            return built
+        if size == "0":
             lars_updates()
             return built
         for eps in (0.0, 0.1):
-            x = torch.empty(1, 2 * size, size)
+            x = torch.empty(1, 2 * int(size), int(size))
             z, w, u, ok, _ = whitening_triton.forward(x, eps, False)
             whitening_triton.backward(x, z, w, u, ok, eps)
     return built
@@ -62,9 +76,20 @@ def lars_updates() -> None:
             group.update(torch.ones(()), torch.zeros(()), 0.1, 1.0, rule)
 
 
+def augmented_views(size: int) -> None:
+    """Launch the kernels for views with and without blur and colours, in each data type."""
+    choices = no_augmentation(2)
+    choices[1, [SIGMA, TAPS, LEVEL]] = 2.0, 13.0, 128.0
+    views = [torch.empty(2, size, size, 3, dtype=torch.uint8)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        out = torch.empty(2, size, size, 3, dtype=dtype)
+        for color in (True, False):
+            augment_triton.augment(views, choices, torch.empty(2, 3), out, color=color)
+
+
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return {torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}[value.dtype]
+        return POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -91,4 +116,4 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([one for size in sys.argv[2:] for one in compile_all(int(sys.argv[1]), int(size))]))
+    print(json.dumps([one for size in sys.argv[2:] for one in compile_all(int(sys.argv[1]), size)]))

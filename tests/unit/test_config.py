@@ -71,6 +71,9 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     assert "optimizer.backend is triton with optimizer.name adam" in problems(
         "optimizer: {name: adam, backend: triton}", tmp_path
     )
+    assert "data.augment_backend is triton with a blur of 27 taps" in problems(
+        "data: {augment_backend: triton}\nviews: {blur_window: 27, blur_sigma: [0.1, 5]}", tmp_path
+    )
     for name in ("adam", "sgd", "adamw", "larc"):
         assert f"optimizer.rate_in_momentum is false with optimizer.name {name}: only lars reads it" in problems(
             f"optimizer: {{name: {name}, rate_in_momentum: false}}", tmp_path

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from trainer.metrics import (
     count_skipped_images,
     describe_line,
 )
+from trainer.models.encoder import Normalize
 from trainer.models.online_probe import OnlineProbe
 from trainer.run.health import effective_rank, sums_of_products
 from trainer.run.tensorboard import Board, draw_evaluation
@@ -250,6 +252,14 @@ def test_tensorboard_shows_groups_settings_and_a_picture(tmp_path: Path) -> None
     assert (image.height, image.width) == (3 * 8, 4 * 8)
     drawn = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)))
     assert (drawn[8:16, 16:24] == views[2 * 3 + 1].permute(1, 2, 0).numpy()).all()  # view 2 of image 1
+    # Views that are normalised already are shown as the same pixels.
+    scaled = replace(config.views, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+    normalised = Board(tmp_path / "normalised", 0, replace(config, views=scaled))
+    normalised.draw_views(Normalize(scaled)(views).bfloat16(), 1)
+    normalised.close()
+    (same,) = EventAccumulator(str(tmp_path / "normalised" / "tensorboard")).Reload().Images("views")
+    shown = np.asarray(Image.open(io.BytesIO(same.encoded_image_string))).astype(int)
+    assert abs(shown - drawn).max() <= 1
     evaluation = EventAccumulator(str(tmp_path / "tensorboard" / "eval")).Reload()
     assert [(e.step, e.value) for e in evaluation.Scalars("eval/knn_top1")] == [(2, 61.5)]
 

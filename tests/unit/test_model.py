@@ -23,9 +23,12 @@ def test_pixels_are_scaled_by_mean_and_std_and_keep_their_layout() -> None:
     views = ViewsConfig(mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     mean, std = (torch.tensor(x).view(1, 3, 1, 1) for x in (views.mean, views.std))
-    scaled = Normalize(views)(pixels)
+    normalize = Normalize(views)
+    scaled = normalize(pixels)
     torch.testing.assert_close(scaled, (pixels / 255 - mean) / std, rtol=1e-5, atol=1e-6)
     assert scaled.is_contiguous(memory_format=torch.channels_last)
+    assert normalize(scaled) is scaled  # the augmentation has normalised views of a floating type
+    assert torch.equal(normalize.undo(scaled), pixels)
 
 
 def test_the_simclr_projector_has_two_hidden_layers_and_a_norm_without_bias() -> None:

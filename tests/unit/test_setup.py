@@ -21,7 +21,7 @@ from trainer.distributed.geometry import check_set_size, indivisible_images, mic
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
 from trainer.models.compile import compile_networks
-from trainer.setup import Run, set_up
+from trainer.setup import Run, build_loader, set_up
 
 
 def run_of(tiny_set: Path, tiny_config: Path, *more: str) -> Run:
@@ -94,6 +94,11 @@ def test_a_set_of_another_size_gives_a_warning(tiny_config: Path, caplog: pytest
             ["--optimizer.backend", "triton", "--optimizer.name", "lars"],
             "optimizer.backend triton needs an NVIDIA GPU .*set optimizer.backend to auto or torch",
         ),
+        (
+            "0",
+            ["--data.augment_backend", "triton"],
+            "data.augment_backend triton needs an NVIDIA GPU .*set data.augment_backend to dali",
+        ),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_before_the_set_is_read(
@@ -103,6 +108,22 @@ def test_a_backend_that_cannot_run_is_refused_before_the_set_is_read(
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     with pytest.raises(InputError, match=message):
         run_of(Path("no_such_set"), tiny_config, *settings)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_run_trains_on_views_of_the_augmentation_kernels(
+    tiny_set: Path, tiny_config: Path, precision: str, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("triton")
+    losses = {}
+    for backend in ("dali", "triton"):
+        run = run_of(tiny_set, tiny_config, "--data.augment_backend", backend, "--precision", precision)
+        batch = next(iter(build_loader(run, 0)))
+        assert batch.views.dtype == (dtype if backend == "triton" else torch.uint8)
+        losses[backend] = run.step(batch.views, 0, 0.1).loss
+    # The tiny config has no blur, whose rounding differs. The interpreter cuts bf16 off instead of rounding it.
+    tolerance = 1e-5 if precision == "fp32" else 0.1
+    torch.testing.assert_close(losses["triton"], losses["dali"], rtol=tolerance, atol=0)
 
 
 def test_a_cache_that_another_rank_fails_to_open_is_not_left_behind(

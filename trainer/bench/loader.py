@@ -20,7 +20,7 @@ from trainer.data.loader import Batch, ViewLoader, train_requests
 from trainer.data.plan import Planner
 from trainer.data.tar_shards import list_shards
 from trainer.distributed.cores import own_cores
-from trainer.distributed.device import choose_device
+from trainer.distributed.device import choose_device, views_dtype
 from trainer.distributed.geometry import check_set_size
 from trainer.distributed.ranks import ImageRange, Ranks
 from trainer.run.machine import provenance
@@ -150,6 +150,7 @@ def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | N
     check_set_size(config, len(index))
     reader: Any = ColdIndex(index) if cold else index
     images = config.data.images_per_step
+    device = choose_device(config, Ranks())
     # One rank loads the whole global batch.
     planner = Planner(
         config.views,
@@ -164,10 +165,11 @@ def endless_loader(config: Config, *, cold: bool = False, cache: DecodeCache | N
         config.data,
         train_requests(planner),
         batch_size=images,
-        device=choose_device(config, Ranks()),
+        device=device,
         first_step=0,
         end_step=1 << 40,
         cache=cache,
+        views_dtype=views_dtype(config, device),
     )
     return iter(loader)
 

@@ -10,6 +10,7 @@ from trainer.config.schema import METHODS, Config, OptimizerConfig, ViewsConfig
 from trainer.config.setting import all_settings, allowed_range
 
 MOST_SIZES = 8  # torch.compile refuses more shapes of one function
+MOST_TAPS_TRITON = 25  # the largest blur of kernels/augment_triton.py
 LEAST_SKIPPED_STEPS_FP16 = 16  # halvings that reduce the initial loss scale of 2^16 to 1
 
 
@@ -26,6 +27,7 @@ def check(config: Config, *, method: bool = True) -> list[str]:
     return [
         *_ranges(config),
         *_views(config.views),
+        *_augment_backend(config),
         *of_method,
         *_early_sizes(config),
         *_precision(config),
@@ -84,6 +86,18 @@ def _views(v: ViewsConfig) -> list[str]:
     if min(v.std) <= 0:
         problems.append(f"views.std is {list(v.std)}: give a number above 0 for each channel")
     return problems
+
+
+def _augment_backend(config: Config) -> list[str]:
+    v = config.views
+    # The graph cuts a blur at 3 sigma.
+    taps = min(v.blur_window, 2 * math.ceil(3 * v.blur_sigma[1]) + 1)
+    if config.data.augment_backend == "dali" or taps <= MOST_TAPS_TRITON:
+        return []
+    return [
+        f"data.augment_backend is triton with a blur of {taps} taps (views.blur_window {v.blur_window}, views.blur_sigma "
+        f"{list(v.blur_sigma)}): its kernels take at most {MOST_TAPS_TRITON}, set the backend to dali"
+    ]
 
 
 def _evaluation(config: Config) -> list[str]:

@@ -70,6 +70,10 @@ class DataConfig:
     decoder_hint: tuple[int, int] = setting((0, 0), between=(0, None), shapes_result=False)
     """Image width and height in pixels for which the decoder of a GPU allocates buffers at the start. A larger image costs
     another allocation. 0: the largest image of the data set, but at most 2 GiB for the local batch."""
+    augment_backend: Literal["dali", "triton"] = setting("dali", shapes_result=False)
+    """What computes colour, blur and solarisation of the training's views. dali: DALI. triton: Triton kernels on the stream of
+    the training, which also normalise and write the data type of the precision; views differ by at most one level, from
+    rounding. They need an NVIDIA GPU, and have not run on one yet."""
     max_image_pixels: int = setting(100_000_000, between=(1, 178_956_970))
     """Largest number of pixels (height x width) of an image; larger images are skipped. A decoded pixel takes 3 bytes, and
     even a small file may declare any size."""

@@ -53,6 +53,11 @@ def has_color(recipe: ViewsConfig) -> bool:
     return jitter or recipe.gray_probability > 0
 
 
+def uses_image_mean(recipe: ViewsConfig) -> bool:
+    """Return whether the colours of a view refer to the mean pixel of the whole image instead of its own."""
+    return has_color(recipe) and recipe.order == "color_first"
+
+
 def has_blur(recipe: ViewsConfig) -> bool:
     """Return whether the recipe blurs any view."""
     return np.max(recipe.blur_probability) > 0
@@ -138,20 +143,22 @@ def view_pipeline(
     source: Source,
     *,
     decoded: bool = False,
+    ends_at_resize: bool = False,
 ) -> Any:
     """Build a DALI pipeline whose outputs are the d views, uint8 (N, S, S, 3), on the placement's device.
 
     source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)].
     decoded: whether `source` returns pixels (H, W, 3) instead of encoded images.
+    ends_at_resize: leave the rest to `trainer.data.augment`. `source` then returns start and end of each view only. If the
+        colours refer to the whole image, one more output is its mean pixel, (N, 1, 3) float.
     """
     from nvidia.dali import fn, pipeline_def
 
-    color = has_color(recipe)
-    blur = has_blur(recipe)
-    solarise = has_solarisation(recipe)
+    color = has_color(recipe) and not ends_at_resize
+    blur = has_blur(recipe) and not ends_at_resize
+    solarise = has_solarisation(recipe) and not ends_at_resize
     # ROI start and end; A and C; sigma and taps; level.
     inputs_per_view = 2 + 2 * color + 2 * blur + solarise
-    use_image_mean = color and recipe.order == "color_first"
 
     # stream_policy keeps DALI's default. A GPU's JPEG engine does not follow the order of a stream: with StreamPolicy.SINGLE
     # it could write into memory that the same stream had just released.
@@ -167,7 +174,7 @@ def view_pipeline(
         num_inputs = 1 + inputs_per_view * recipe.num_views
         encoded, *arrays = fn.external_source(source=source, num_outputs=num_inputs, batch=True)
         image = on_device(encoded, place) if decoded else decode(encoded, place)
-        image_mean = _mean(image) if use_image_mean else None
+        image_mean = _mean(image) if uses_image_mean(recipe) else None
         views = []
         for view in range(recipe.num_views):
             first_input = view * inputs_per_view
@@ -181,6 +188,8 @@ def view_pipeline(
             if solarise:
                 v = _solarise(v, rest[-1], place)
             views.append(v)
+        if ends_at_resize and image_mean is not None:
+            views.append(image_mean)
         return tuple(views)
 
     # Building the pipeline allocates its buffers and starts its threads.

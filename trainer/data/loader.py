@@ -59,7 +59,7 @@ class Batch(NamedTuple):
     """One batch of views. The next batch overwrites `views`."""
 
     step: int
-    views: torch.Tensor  # (d*N, 3, S, S) uint8, channels_last, view-major, on the device
+    views: torch.Tensor  # (d*N, 3, S, S) uint8 (or normalised, of the loader's views_dtype), channels_last, view-major
     image_ids: NDArray[np.int64]  # (N,) images shown; differs from the request where an image was replaced
     wait_seconds: float  # how long the caller waited for the batch
     rows_digest: int = 0  # sum of the hashes of the rows, see `row_choices`; 0 if the request asks for none
@@ -72,6 +72,7 @@ class Prepared(NamedTuple):
     image_ids: NDArray[np.int64]
     arrays: list[Any]
     rows_digest: int = 0
+    choices: NDArray[np.float32] | None = None  # of the augmentation outside of the graph
 
 
 def dali_threads(config: DataConfig, *, on_gpu: bool) -> int:
@@ -166,6 +167,8 @@ class ViewLoader:
     cache: keeps decoded images; None: every batch is decoded.
     quarantine: RUN_DIR/quarantine.jsonl. Its entries before first_step are known from the start, and new entries of `rank`
         are appended to it. None: nothing is known, and nothing is written.
+    views_dtype: data type of normalised views, which `trainer.data.augment` makes after DALI's resize. None: DALI makes the
+        whole views, uint8.
     """
 
     def __init__(
@@ -183,6 +186,7 @@ class ViewLoader:
         cache: DecodeCache | None = None,
         quarantine: Path | None = None,
         rank: int = 0,
+        views_dtype: torch.dtype | None = None,
     ) -> None:
         self._sizes = tuple(sizes) or ((0, recipe.size),)
         self._cache = cache
@@ -200,6 +204,12 @@ class ViewLoader:
         self._num_readers = config.threads or own_cores()
         self._ahead = config.read_ahead_steps
         self._device = device
+        self._views_dtype = views_dtype or torch.uint8
+        self._augmentation: Any = None
+        if views_dtype is not None:
+            from trainer.data.augment import Augmentation  # loads triton, which machines without a GPU may lack
+
+            self._augmentation = Augmentation(recipe, device)
         self._pipe: Any = None
         # DALI's outputs that the device may still be copying, each with the event that ends its copy.
         self._held: deque[tuple[Any, torch.cuda.Event]] = deque()
@@ -218,7 +228,7 @@ class ViewLoader:
                     self._start(step)
                 # DALI prepares the next batches while the caller uses this one.
                 outputs, prepared = self._run(step)
-                views = self._collect(outputs, len(prepared.image_ids))
+                views = self._collect(outputs, len(prepared.image_ids), prepared.choices)
                 wait_seconds = time.perf_counter() - began
                 yield Batch(step, views, prepared.image_ids, wait_seconds, prepared.rows_digest)
         finally:
@@ -241,13 +251,16 @@ class ViewLoader:
         recipe = replace(self.recipe, size=size)
         # One buffer is enough: on a GPU the copy of a batch is queued on the stream that still uses the batch before it.
         shape = (recipe.num_views * self.batch_size, size, size, 3)  # view 0 of all images, then view 1, ...
-        self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        self._buffer = torch.empty(shape, dtype=self._views_dtype, device=self._device)
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()  # steps being prepared
         self._fed: deque[Prepared] = deque()  # steps given to DALI whose outputs have not been taken
         # With a cache the readers decode the images, and DALI gets pixels.
         decoded = self._cache is not None
-        self._pipe = view_pipeline(recipe, self.batch_size, self._place, self._source, decoded=decoded)
+        ends_at_resize = self._augmentation is not None
+        self._pipe = view_pipeline(
+            recipe, self.batch_size, self._place, self._source, decoded=decoded, ends_at_resize=ends_at_resize
+        )
 
     def _source(self) -> list[Any]:
         """Return the graph's inputs for the next batch. DALI calls this in the thread that runs the pipeline."""
@@ -348,9 +361,12 @@ class ViewLoader:
         heights = self.index.heights[ids]
         widths = self.index.widths[ids]
         arrays = request.arrays(heights, widths)
+        choices = None
+        if self._augmentation:
+            arrays, choices = self._augmentation.split(arrays)
         # This thread works ahead, so that the digest takes no time of the training loop.
         digest = request.digest(ids, heights, widths) if request.digest else 0
-        return Prepared(step, ids, [images, *arrays], digest)
+        return Prepared(step, ids, [images, *arrays], digest, choices)
 
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
         """Return (id, bytes that DALI decodes or, with a cache, pixels) of the image or of the next one that can be used.
@@ -383,15 +399,18 @@ class ViewLoader:
                 problem = str(error)
         return np.frombuffer(data, np.uint8), problem
 
-    def _collect(self, outputs: Any, count: int) -> torch.Tensor:
-        """Copy DALI's outputs, one for each view, into one view-major tensor. The pixels are copied nowhere else."""
+    def _collect(self, outputs: Any, count: int, choices: NDArray[np.float32] | None = None) -> torch.Tensor:
+        """Join DALI's outputs, one for each view, to one view-major tensor: copy them, or augment them on the way."""
         buffer = self._buffer[: self.recipe.num_views * count]
-        # from_dlpack shares memory with DALI, so copy_ copies the pixels only once.
-        for view, output in enumerate(outputs):
-            pixels = torch.from_dlpack(output.as_tensor())
-            buffer[view * count : (view + 1) * count].copy_(pixels)
+        # from_dlpack shares memory with DALI, so the pixels are copied only once.
+        shared = [torch.from_dlpack(output.as_tensor()) for output in outputs]
+        if self._augmentation:
+            self._augmentation(shared, choices, buffer)
+        else:
+            for view, pixels in enumerate(shared):
+                buffer[view * count : (view + 1) * count].copy_(pixels)
         if self._device.type == "cuda":
-            # The copy runs asynchronously. DALI must not overwrite its output before this event.
+            # Copy and kernels run asynchronously. DALI must not overwrite its output before this event.
             copied = torch.cuda.Event(blocking=True)
             copied.record(torch.cuda.current_stream(self._device))
             self._held.append((outputs, copied))

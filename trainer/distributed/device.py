@@ -87,6 +87,21 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
     return dtypes[config.precision]
 
 
+def views_dtype(config: Config, device: torch.device) -> torch.dtype | None:
+    """Return the data type of the views that `kernels.augment_triton` makes; None: DALI makes uint8 views.
+
+    Raises InputError if the kernels cannot run on this device."""
+    # Not at the top of the file, because the evaluator imports this module and needs no kernels.
+    from kernels.backends import why_not
+
+    if config.data.augment_backend == "dali":
+        return None
+    reason = why_not("triton", device.type, size=1, in_float64=False)
+    if reason:
+        raise InputError(f"data.augment_backend triton {reason}: set data.augment_backend to dali")
+    return autocast_dtype(config, device) or torch.float32
+
+
 @contextmanager
 def without_tf32() -> Iterator[None]:
     """Compute convolutions in full float32 while the block runs.

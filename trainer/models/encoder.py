@@ -36,8 +36,16 @@ class Normalize(nn.Module):
         self.register_buffer("shift", -mean / std, persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalise (R, 3, S, S) uint8 to float32 in the same memory format."""
+        """Normalise (R, 3, S, S) uint8 to float32 in the same memory format. Views of a floating type are returned as they are:
+        the augmentation has normalised them (data.augment_backend: triton)."""
+        if pixels.is_floating_point():
+            return pixels
         return pixels.float() * self.factor + self.shift
+
+    def undo(self, images: Tensor) -> Tensor:
+        """Return the pixels, (R, 3, S, S) uint8, of normalised images on the CPU, to show them."""
+        levels = (images.float() - self.shift) / self.factor
+        return levels.round().clamp(0, 255).to(torch.uint8)
 
 
 def build_encoder(config: ModelConfig, views: ViewsConfig | None = None) -> Any:

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainer.config.schema import Config, flatten
 from trainer.metric import Metric
+from trainer.models.encoder import Normalize
 
 _log = logging.getLogger(__name__)
 _SHOWN_IMAGES = 8
@@ -28,6 +29,7 @@ class Board:
         """Open the files and write the settings as a table. Curves of an earlier start beyond `first_step` are hidden."""
         self._writer: SummaryWriter | None = None
         self._num_views = config.views.num_views
+        self._normalize = Normalize(config.views)
         rows = "".join(f"| {name} | {value} |\n" for name, value in flatten(config).items())
         table = f"| setting | value |\n|---|---|\n{rows}"
         with self._until_first_failure():
@@ -46,14 +48,16 @@ class Board:
     def draw_views(self, views: Tensor, step: int) -> None:
         """Add a picture of a step's first images: one row for each, with its views side by side.
 
-        views: (d*N, 3, S, S) uint8, view-major."""
+        views: (d*N, 3, S, S), view-major, uint8 or normalised."""
         # The n images go below each other and their d views beside each other.
         shown = views.unflatten(0, (self._num_views, -1))[:, :_SHOWN_IMAGES]  # (d, n, 3, S, S)
         grid = shown.permute(2, 1, 3, 0, 4)  # (3, n, S, d, S)
-        picture = grid.flatten(3, 4).flatten(1, 2)  # (3, n*S, d*S)
+        picture = grid.flatten(3, 4).flatten(1, 2).cpu()  # (3, n*S, d*S)
+        if picture.is_floating_point():
+            picture = self._normalize.undo(picture)[0]
         with self._until_first_failure():
             if self._writer:
-                self._writer.add_image("views", picture.cpu(), step)
+                self._writer.add_image("views", picture, step)
 
     def close(self) -> None:
         """Write buffered events and close the files."""
