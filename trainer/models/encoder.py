@@ -26,8 +26,11 @@ class Normalize(nn.Module):
     It is part of the networks, so that a compiled graph fuses it with the cast of the first convolution, and so that
     evaluation always uses the same one."""
 
-    def __init__(self, views: ViewsConfig) -> None:
+    def __init__(self, views: ViewsConfig, *, passes_floats: bool = False) -> None:
+        """passes_floats: return views of a floating type as they are, because the augmentation has normalised them
+        (data.augment_backend: triton)."""
         super().__init__()
+        self.passes_floats = passes_floats
         self.factor: Tensor
         self.shift: Tensor
         mean = torch.tensor(views.mean).view(1, 3, 1, 1)
@@ -36,9 +39,8 @@ class Normalize(nn.Module):
         self.register_buffer("shift", -mean / std, persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalise (R, 3, S, S) uint8 to float32 in the same memory format. Views of a floating type are returned as they are:
-        the augmentation has normalised them (data.augment_backend: triton)."""
-        if pixels.is_floating_point():
+        """Normalise (R, 3, S, S), values 0 to 255, to float32 in the same memory format."""
+        if self.passes_floats and pixels.is_floating_point():
             return pixels
         return pixels.float() * self.factor + self.shift
 

@@ -35,7 +35,7 @@ class EncoderNetwork(nn.Module):
 
         batch_norm_rows: number of consecutive rows for which it takes them separately; 0: as the config says."""
         super().__init__()
-        self.normalize = Normalize(config.views)
+        self.normalize = Normalize(config.views, passes_floats=True)
         encoder = build_encoder(config.model, config.views)
         self.num_features = count_features(encoder)
         parts = batch_norm_parts(config, config.model.encoder_batch_norm)
