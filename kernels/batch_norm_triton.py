@@ -50,7 +50,7 @@ def _store_partial(results, values, columns, channels):
 
 
 @triton.jit
-def _of_channels(values, columns, channels, compute: tl.constexpr):
+def _of_channels(values, columns, channels, compute):
     """Load a value of each channel for this program's part, as (1, COLUMNS)."""
     return tl.load(values + columns, mask=columns < channels, other=0.0).to(compute)[None, :]
 
@@ -58,7 +58,7 @@ def _of_channels(values, columns, channels, compute: tl.constexpr):
 @triton.jit
 def _scaling(mean, var, weight, bias, eps, columns, channels):
     """Return mean, 1 / standard deviation, and the scale and shift that follow the subtraction of the mean."""
-    compute: tl.constexpr = mean.dtype.element_ty
+    compute = mean.dtype.element_ty
     offset = tl.program_id(2) * channels
     centre = _of_channels(mean + offset, columns, channels, compute)
     inverse = 1.0 / tl.sqrt(_of_channels(var + offset, columns, channels, compute) + eps)
@@ -92,7 +92,7 @@ def partial_moments(
 ):
     """Compute the moments of each chunk."""
     start, count, columns = _chunk(rows, chunk_rows, channels, COLUMNS)
-    compute: tl.constexpr = means.dtype.element_ty
+    compute = means.dtype.element_ty
     # Each element of the tile follows its own rows by Welford's method, which is exact for a mean far from zero.
     mean = tl.zeros((ROWS, COLUMNS), compute)
     square = tl.zeros((ROWS, COLUMNS), compute)
@@ -128,7 +128,7 @@ def join_moments(
 ):
     """Join the moments of all chunks of each part. Grid: (columns, P). A row of a tile is a chunk."""
     parts = tl.num_programs(1)
-    compute: tl.constexpr = mean.dtype.element_ty
+    compute = mean.dtype.element_ty
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1) * channels
     # Sum deviations from the first chunk's mean, because a sum of large means would lose digits.

@@ -63,6 +63,8 @@ CASES = {
     "zca, 3 views, 2 iterations": ("wmse", 3, 8, 2, 16, "joint"),
     "zca, slice group": ("wmse", 2, 32, 1, 32, "per_view"),
     "standardise, slice group": ("wmse", 2, 32, 1, 32, "joint"),
+    "3 views, per view, batch norm by triton": ("wmse", 3, 16, 1, 32, "per_view"),
+    "2 views, batch norm by triton, compiled": ("wmse", 2, 16, 1, 32, "joint"),
     "simclr whitened, slices inside a rank": ("simclr", 3, 8, 1, 32, "joint"),
     "simclr whitened, a slice over both ranks": ("simclr", 2, 32, 1, 32, "per_view"),
 }
@@ -80,7 +82,13 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         method=method_name,
         data=DataConfig(images_per_step=IMAGES),
         views=ViewsConfig(num_views=views),
-        model=replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of),
+        model=replace(
+            MODEL,
+            encoder_batch_norm=norm,
+            projector_batch_norm=norm,
+            batch_norm_ranks=statistics_of,
+            batch_norm_backend="triton" if "triton" in name else "torch",
+        ),
         wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block, whitening=whitening),
         simclr=SimCLRSettings(temperature=0.5, whiten="whitened" in name, slice_size=slice_size),
         moco=MoCoSettings(queue_size=192, batch_norm_rows=4, shuffle_images=8, symmetric="symmetric" in name),

@@ -1,8 +1,9 @@
 """Compiles every Triton kernel for a GPU that this machine may lack: `compile_kernels.py CAPABILITY SIZE...`.
 
-Each kernel is compiled as `kernels.whitening_triton` launches it, and for size 0 as `kernels.lars_triton` does. The result is
-JSON on stdout: registers per thread, bytes spilled, bytes of shared memory per program, number of loads of four elements, and
-whether a product is rounded to TF32 or bfloat16. Run it in a new process, without TRITON_INTERPRET.
+Each kernel is compiled as `kernels.whitening_triton` launches it, for size 0 as `kernels.lars_triton` does, and for size -1 as
+`kernels.batch_norm_triton` does. The result is JSON on stdout: registers per thread, bytes spilled, bytes of shared memory per
+program, number of loads of 16 bytes, and whether a product is rounded to TF32 or bfloat16. Run it in a new process, without
+TRITON_INTERPRET.
 """
 
 import json
@@ -19,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import lars_triton, whitening_triton
+from kernels import batch_norm_triton, lars_triton, whitening_triton
 
 
 def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
@@ -29,11 +30,10 @@ def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
     def launch(kernel: Any, grid: Any) -> Any:
         def build(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
             values = [*arguments, *constants.values()]
-            types = {
-                name: "constexpr" if name in constants else _type(value)
-                for name, value in zip(kernel.arg_names, values, strict=True)
-            }
-            source = ASTSource(kernel, types, constexprs=constants)
+            named = dict(zip(kernel.arg_names, values, strict=True))
+            fixed = constants | {name: None for name, value in named.items() if value is None}
+            types = {name: "constexpr" if name in fixed else _type(value) for name, value in named.items()}
+            source = ASTSource(kernel, types, constexprs=fixed, attrs=_attributes(named, fixed))
             options = {"num_warps": num_warps, "num_stages": num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             built.append({"kernel": kernel.fn.__name__, "size": size, **constants, **_resources(compiled, capability)})
@@ -41,8 +41,8 @@ def compile_all(capability: int, size: int) -> list[dict[str, Any]]:
         return build
 
     with mock.patch.object(triton.runtime.jit.JITFunction, "__getitem__", launch):
-        if size == 0:
-            lars_updates()
+        if size <= 0:
+            batch_norms() if size else lars_updates()
             return built
         for eps in (0.0, 0.1):
             x = torch.empty(1, 2 * size, size)
@@ -60,9 +60,39 @@ def lars_updates() -> None:
             lars_triton.GroupUpdate()(*tensors, torch.zeros(()), **settings)
 
 
+def batch_norms() -> None:
+    """Launch the kernels for several numbers of channels, with and without parameters, residual and ReLU."""
+    for channels, dtype in ((64, torch.bfloat16), (2048, torch.bfloat16), (3, torch.bfloat16), (64, torch.float32)):
+        x = torch.empty(4096, channels, dtype=dtype)
+        mean, var = batch_norm_triton.moments(x, 2)
+        parameter = torch.empty(channels)
+        for weight, residual, relu in ((parameter, None, True), (parameter, x, True), (None, None, False)):
+            y = batch_norm_triton.normalise(x, mean, var, weight, weight, residual, 1e-5, relu)
+            y = None if residual is None else y
+            sums, _ = batch_norm_triton.backward_sums(x, x, y, mean, var, weight, weight, 1e-5, relu)
+            relu_left = relu and residual is None
+            batch_norm_triton.backward_gradient(x, x, mean, var, weight, weight, sums, 2048, 1e-5, relu_left)
+
+
+def _attributes(arguments: dict[str, Any], fixed: dict[str, Any]) -> dict[tuple[int], list[list[Any]]]:
+    """Return the attributes by which a launch says that an address or a number is a multiple of 16."""
+    multiples = {}
+    for number, (name, value) in enumerate(arguments.items()):
+        if name not in fixed and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
+            multiples[(number,)] = [["tt.divisibility", 16]]
+    return multiples
+
+
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return {torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}[value.dtype]
+        return {
+            torch.float32: "*fp32",
+            torch.float16: "*fp16",
+            torch.bfloat16: "*bf16",
+            torch.uint8: "*u8",
+            torch.int32: "*i32",
+            torch.int64: "*i64",
+        }[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -83,7 +113,7 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "registers": int(registers[1]),
         "spilled": int(spilled[1]),
         "shared": compiled.metadata.shared,
-        "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.", compiled.asm["ptx"])),
+        "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.[bf]32", compiled.asm["ptx"])),
         "rounds_products": "tf32" in compiled.asm["ptx"] or "bf16" in compiled.asm["ptx"],
     }
 

@@ -114,9 +114,10 @@ class ViewBatchNorm(nn.Module):
         return values[(...,) + (None,) * (views.dim() - 3)]
 
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        for view in range(self.num_views):
-            self.running_mean.lerp_(mean[view], self.momentum)
-            self.running_var.lerp_(var[view], self.momentum)
+        """Follow mean and unbiased variance (d, C) of each part in turn."""
+        for part_mean, part_var in zip(mean, var, strict=True):
+            self.running_mean.lerp_(part_mean, self.momentum)
+            self.running_var.lerp_(part_var, self.momentum)
 
 
 def over_ranks(mean: Tensor, var: Tensor, group_name: str, world_size: int) -> tuple[Tensor, Tensor]:

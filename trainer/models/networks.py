@@ -14,7 +14,6 @@ from trainer.config.schema import Config
 from trainer.methods.method import MethodContext
 from trainer.models.batch_norm import convert_batch_norm, stop_counting_batches
 from trainer.models.encoder import Normalize, build_encoder, count_features
-from trainer.models.fused_batch_norm import FusedBatchNorm, fuse_activations
 from trainer.models.projector import Projector
 
 N = TypeVar("N", bound="EncoderNetwork")
@@ -105,6 +104,9 @@ def _with_batch_norm(
     parts = batch_norm_parts(config, statistics)
     if config.model.batch_norm_backend == "torch":
         return convert_batch_norm(module, parts, group_name, world_size, rows)
+    # Not at the top of the file, because an evaluation needs no kernels.
+    from trainer.models.fused_batch_norm import FusedBatchNorm, fuse_activations
+
     return fuse_activations(convert_batch_norm(module, parts, group_name, world_size, rows, kind=FusedBatchNorm))
 
 
