@@ -93,13 +93,15 @@ def partial_moments(
     """Compute the moments of each chunk."""
     start, count, columns = _chunk(rows, chunk_rows, channels, COLUMNS)
     compute = means.dtype.element_ty
-    # Each element of the tile follows its own rows by Welford's method, which is exact for a mean far from zero.
+    # Each element of the tile follows its own rows by Welford's method. The first row is subtracted, so that a mean far from zero
+    # costs no digits.
+    origin = _of_channels(x + start, columns, channels, compute)
     mean = tl.zeros((ROWS, COLUMNS), compute)
     square = tl.zeros((ROWS, COLUMNS), compute)
     seen = tl.zeros((1, 1), compute)
     for first in range(0, count, ROWS):
         at, inside = _tile(first, count, columns, channels, ROWS)
-        values = tl.load(x + start + at, mask=inside, other=0.0).to(compute)
+        values = tl.load(x + start + at, mask=inside, other=0.0).to(compute) - origin
         deviation = tl.where(inside, values - mean, 0.0)
         seen += 1.0
         mean += deviation * (1.0 / seen)
@@ -109,7 +111,7 @@ def partial_moments(
     weight = tl.maximum((count - row + ROWS - 1) // ROWS, 0).to(compute)[:, None]
     joint = tl.sum(weight * mean, axis=0) / count
     deviation = mean - joint[None, :]
-    _store_partial(means, joint, columns, channels)
+    _store_partial(means, joint + tl.sum(origin, axis=0), columns, channels)
     _store_partial(squares, tl.sum(square + weight * deviation * deviation, axis=0), columns, channels)
 
 

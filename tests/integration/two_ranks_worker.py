@@ -3,6 +3,7 @@
 It saves the gradient of every parameter, the running statistics, and what the ranks agreed on.
 """
 
+import importlib.util
 from dataclasses import replace
 
 import torch
@@ -63,11 +64,12 @@ CASES = {
     "zca, 3 views, 2 iterations": ("wmse", 3, 8, 2, 16, "joint"),
     "zca, slice group": ("wmse", 2, 32, 1, 32, "per_view"),
     "standardise, slice group": ("wmse", 2, 32, 1, 32, "joint"),
-    "3 views, per view, batch norm by triton": ("wmse", 3, 16, 1, 32, "per_view"),
-    "2 views, batch norm by triton, compiled": ("wmse", 2, 16, 1, 32, "joint"),
     "simclr whitened, slices inside a rank": ("simclr", 3, 8, 1, 32, "joint"),
     "simclr whitened, a slice over both ranks": ("simclr", 2, 32, 1, 32, "per_view"),
 }
+
+if importlib.util.find_spec("triton"):
+    CASES["3 views, per view, batch norm by triton, compiled"] = ("wmse", 3, 16, 1, 32, "per_view")
 
 
 def run_case(name: str) -> dict[str, torch.Tensor]:
@@ -107,6 +109,10 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         batch_norm_group=make_batch_norm_group(config, ranks, CPU),
     )
     networks = method.networks.double()
+    if "triton" in name:
+        from kernels import batch_norm_triton
+
+        batch_norm_triton.TILE = 2**16  # fewer programs to interpret
     graphs = CompileCounterWithBackend("aot_eager")
     if "compiled" in name:
         compile_networks(networks, Config(), CPU, backend=graphs)  # raises if the graph breaks

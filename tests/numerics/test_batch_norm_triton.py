@@ -134,13 +134,13 @@ def test_any_shape_and_missing_parameters_give_right_values(
 def test_a_mean_of_a_thousand_deviations_costs_no_digits_of_the_variance(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float32 resolves such a mean to 6e-5 deviations, the error that remains in y."""
+    """float32 resolves such a mean to 6e-5 deviations. torch in float32 has errors of up to 4e-3 here."""
     monkeypatch.setattr("kernels.batch_norm_triton.PROGRAMS", 2)
     x = rows_of(shape, mean=1000.0).float()
     _, var = torch.ops.wmse.batch_norm_moments(x.to(DEVICE), 2)
     expected = x.double().unflatten(0, (2, -1)).transpose(1, 2).flatten(2).var(2, correction=0)
-    torch.testing.assert_close(var.cpu().double(), expected, rtol=1e-5, atol=0)
-    assert max(errors_of(x, torch.float32, parts=2, residual=False, relu=False)) < 2e-4
+    torch.testing.assert_close(var.cpu().double(), expected, rtol=2e-6, atol=0)
+    assert max(errors_of(x, torch.float32, parts=2, residual=False, relu=False)) < 3e-4
 
 
 def test_evaluation_uses_the_running_statistics_and_is_differentiable() -> None:
@@ -264,7 +264,8 @@ def networks(backend: Any) -> EncoderProjector:
 
 
 @pytest.mark.slow
-def test_a_resnet_18_gives_the_same_embeddings_gradients_and_names() -> None:
+def test_a_resnet_18_gives_the_same_embeddings_gradients_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.batch_norm_triton.TILE", 2**16)  # fewer programs to interpret
     plain, ours = networks("torch"), networks("triton")
     assert not any(isinstance(module, nn.ReLU) for module in ours.modules())
     views = rows_of((8, 3, 16, 16)).to(DEVICE)

@@ -63,7 +63,7 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
     on_gpu = device.type == "cuda"
     compiled = compiles(config, device)
     over_ranks = world_size > 1 and config.model.batch_norm_ranks == "all"
-    if on_gpu and over_ranks and not compiled:
+    if on_gpu and over_ranks and not compiled and config.model.batch_norm_backend == "torch":
         lines.append(
             "compile is false with model.batch_norm_ranks all: BatchNorm then runs as separate operations, which keep about "
             "half as much memory again and take more time; set compile to auto"
