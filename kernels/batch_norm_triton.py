@@ -93,8 +93,8 @@ def partial_moments(
     """Compute the moments of each chunk."""
     start, count, columns = _chunk(rows, chunk_rows, channels, COLUMNS)
     compute = means.dtype.element_ty
-    # Each element of the tile follows its own rows by Welford's method. The first row is subtracted, so that a mean far from zero
-    # costs no digits.
+    # Each element of the tile follows its own rows by Welford's method. Subtract the first row before, so that a mean far from
+    # zero costs no digits.
     origin = _of_channels(x + start, columns, channels, compute)
     mean = tl.zeros((ROWS, COLUMNS), compute)
     square = tl.zeros((ROWS, COLUMNS), compute)

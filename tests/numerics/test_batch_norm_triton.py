@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from tests.conftest import ROOT
 from trainer.config.schema import Config, ModelConfig
+from trainer.evaluate.encoders import _plain_model
 from trainer.models.batch_norm import ViewBatchNorm, convert_batch_norm
 from trainer.models.fused_batch_norm import FusedBatchNorm, fuse_activations
 from trainer.models.networks import EncoderProjector
@@ -277,6 +278,11 @@ def test_a_resnet_18_gives_the_same_embeddings_gradients_and_names(monkeypatch: 
     gradients = [{name: p.grad for name, p in model.named_parameters()} for model in (plain, ours)]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def test_an_evaluation_uses_torch() -> None:
+    config = Config(model=ModelConfig("resnet18", batch_norm_backend="triton"))
+    assert not any(isinstance(module, FusedBatchNorm) for module in _plain_model(config).modules())
 
 
 def test_less_is_kept_for_backward_than_with_the_statistics_of_all_ranks() -> None:
