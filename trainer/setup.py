@@ -36,6 +36,7 @@ from trainer.distributed.process_group import (
 )
 from trainer.distributed.ranks import Ranks
 from trainer.errors import InputError
+from trainer.models import fused_batch_norm
 from trainer.models.compile import compile_networks
 from trainer.models.networks import EncoderNetwork
 from trainer.models.online_probe import OnlineProbe
@@ -131,9 +132,10 @@ def set_up(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) ->
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raise InputError if the method, the optimizer or the augmentation does not support the settings on this device."""
+    """Raise InputError if method, optimizer, BatchNorm or augmentation do not support the settings on this device."""
     config.method_settings.check_device(config, device)
     optimizer.check_device(config.optimizer, device)
+    fused_batch_norm.check_device(config.model, device)
     views_dtype(config, device)
 
 

@@ -3,6 +3,7 @@
 It saves the gradient of every parameter, the running statistics, and what the ranks agreed on.
 """
 
+import importlib.util
 from dataclasses import replace
 
 import torch
@@ -67,6 +68,9 @@ CASES = {
     "simclr whitened, a slice over both ranks": ("simclr", 2, 32, 1, 32, "per_view"),
 }
 
+if importlib.util.find_spec("triton"):
+    CASES["3 views, per view, batch norm by triton, compiled"] = ("wmse", 3, 16, 1, 32, "per_view")
+
 
 PAIRS = ("wmse", 2, 8, 1, 32, "per_view")
 
@@ -85,7 +89,13 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         method=method_name,
         data=DataConfig(images_per_step=IMAGES),
         views=ViewsConfig(num_views=views),
-        model=replace(MODEL, encoder_batch_norm=norm, projector_batch_norm=norm, batch_norm_ranks=statistics_of),
+        model=replace(
+            MODEL,
+            encoder_batch_norm=norm,
+            projector_batch_norm=norm,
+            batch_norm_ranks=statistics_of,
+            batch_norm_backend="triton" if "triton" in name else "torch",
+        ),
         wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block, whitening=whitening),
         simclr=SimCLRSettings(temperature=0.5, whiten="whitened" in name, slice_size=slice_size),
         moco=MoCoSettings(queue_size=192, batch_norm_rows=4, shuffle_images=8, symmetric="symmetric" in name),
@@ -104,6 +114,10 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
         batch_norm_group=make_batch_norm_group(config, ranks, CPU),
     )
     networks = method.networks.double()
+    if "triton" in name:
+        from kernels import batch_norm_triton
+
+        batch_norm_triton.TILE = 2**16  # fewer programs to interpret
     graphs = CompileCounterWithBackend("aot_eager")
     if "compiled" in name:
         compile_networks(networks, Config(), CPU, backend=graphs)  # raises if the graph breaks

@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel for a GPU that this machine may lack: `compile_kernels.py CAPABILITY SIZE...`.
+"""Compiles every Triton kernel for a GPU that this machine may lack: `compile_kernels.py CAPABILITY WHAT...`.
 
-Each kernel is compiled as `kernels.whitening_triton` launches it, and for size 0 as `kernels.lars_triton` does. A SIZE such as
-views224 compiles those of `kernels.augment_triton` for views of 224 pixels. The result is JSON on stdout: registers per thread,
-bytes spilled, bytes of shared memory per program, number of loads of four elements, and whether the code has TF32 or bfloat16.
-Run it in a new process, without TRITON_INTERPRET.
+Each kernel is compiled as its module launches it: WHAT is lars, batch_norm, views:224 for views of 224 pixels, or
+whitening:64 for embeddings of size 64. The result is JSON on stdout: registers per thread, bytes spilled, bytes of shared
+memory per program, number of loads of 16 bytes, and whether the code has TF32 or bfloat16. Run it in a new process, without
+TRITON_INTERPRET.
 """
 
 import json
@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import augment_triton, lars_triton, whitening_triton
+from kernels import augment_triton, batch_norm_triton, lars_triton, whitening_triton
 from kernels.augment_reference import LEVEL, SIGMA, TAPS, no_augmentation
 
 POINTERS = {
@@ -33,39 +33,38 @@ POINTERS = {
 }
 
 
-def compile_all(capability: int, size: str) -> list[dict[str, Any]]:
+def compile_all(capability: int, what: str) -> list[dict[str, Any]]:
     """Run forward and backward with each kernel launch replaced by a compilation. Return the resources of each kernel."""
     built: list[dict[str, Any]] = []
 
     def launch(kernel: Any, grid: Any) -> Any:
         def build(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
             values = [*arguments, *constants.values()]
-            types = {
-                name: "constexpr" if name in constants else _type(value)
-                for name, value in zip(kernel.arg_names, values, strict=True)
-            }
-            source = ASTSource(kernel, types, constexprs=constants)
+            named = dict(zip(kernel.arg_names, values, strict=True))
+            fixed = constants | {name: None for name, value in named.items() if value is None}
+            types = {name: "constexpr" if name in fixed else _type(value) for name, value in named.items()}
+            source = ASTSource(kernel, types, constexprs=fixed, attrs=_attributes(named, fixed))
             options = {"num_warps": num_warps, "num_stages": num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            built.append({"kernel": kernel.fn.__name__, "size": size, **constants, **_resources(compiled, capability)})
+            built.append({"kernel": kernel.fn.__name__, "what": what, **constants, **_resources(compiled, capability)})
 
         return build
 
     with mock.patch.object(triton.runtime.jit.JITFunction, "__getitem__", launch):
-        if size.startswith("views"):
-            augmented_views(int(size.removeprefix("views")))
-            return built
-        if size == "0":
-            lars_updates()
-            return built
-        for eps in (0.0, 0.1):
-            x = torch.empty(1, 2 * int(size), int(size))
-            z, w, u, ok, _ = whitening_triton.forward(x, eps, False)
-            whitening_triton.backward(x, z, w, u, ok, eps)
+        name, _, size = what.partition(":")
+        LAUNCHES[name](int(size or 0))
     return built
 
 
-def lars_updates() -> None:
+def whitening(size: int) -> None:
+    """Launch the kernels of forward and backward, with and without shrinkage."""
+    for eps in (0.0, 0.1):
+        x = torch.empty(1, 2 * size, size)
+        z, w, u, ok, _ = whitening_triton.forward(x, eps, False)
+        whitening_triton.backward(x, z, w, u, ok, eps)
+
+
+def lars_updates(_: int) -> None:
     """Launch the kernels of LARS, LARC and SGD, for tensors with and without 16-byte alignment."""
     for numel in (8, 7):
         tensors = [[torch.empty(numel)] for _ in range(3)]
@@ -85,6 +84,32 @@ def augmented_views(size: int) -> None:
         out = torch.empty(2, size, size, 3, dtype=dtype)
         for color in (True, False):
             augment_triton.augment(views, choices, torch.empty(2, 3), out, color=color)
+
+
+def batch_norms(_: int) -> None:
+    """Launch the kernels for several numbers of channels, with and without parameters, residual and ReLU."""
+    for channels, dtype in ((64, torch.bfloat16), (2048, torch.bfloat16), (3, torch.bfloat16), (64, torch.float32)):
+        x = torch.empty(4096, channels, dtype=dtype)
+        mean, var = batch_norm_triton.moments(x, 2)
+        parameter = torch.empty(channels)
+        for weight, residual, relu in ((parameter, None, True), (parameter, x, True), (None, None, False)):
+            y = batch_norm_triton.normalise(x, mean, var, weight, weight, residual, 1e-5, relu)
+            y = None if residual is None else y
+            sums, _ = batch_norm_triton.backward_sums(x, x, y, mean, var, weight, weight, 1e-5, relu)
+            relu_left = relu and residual is None
+            batch_norm_triton.backward_gradient(x, x, mean, var, weight, weight, sums, 2048, 1e-5, relu_left)
+
+
+LAUNCHES = {"whitening": whitening, "lars": lars_updates, "batch_norm": batch_norms, "views": augmented_views}
+
+
+def _attributes(arguments: dict[str, Any], fixed: dict[str, Any]) -> dict[tuple[int], list[list[Any]]]:
+    """Return the attributes by which a launch says that an address or a number is a multiple of 16."""
+    multiples = {}
+    for number, (name, value) in enumerate(arguments.items()):
+        if name not in fixed and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
+            multiples[(number,)] = [["tt.divisibility", 16]]
+    return multiples
 
 
 def _type(value: Any) -> str:
@@ -110,10 +135,10 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "registers": int(registers[1]),
         "spilled": int(spilled[1]),
         "shared": compiled.metadata.shared,
-        "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.", compiled.asm["ptx"])),
+        "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.[bf]32", compiled.asm["ptx"])),
         "rounds_products": "tf32" in compiled.asm["ptx"] or "bf16" in compiled.asm["ptx"],
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps([one for size in sys.argv[2:] for one in compile_all(int(sys.argv[1]), size)]))
+    print(json.dumps([one for what in sys.argv[2:] for one in compile_all(int(sys.argv[1]), what)]))

@@ -265,7 +265,7 @@ def test_the_loader_gives_the_same_views_with_either_backend(
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_kernels_compile_without_spilling(capability: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.numerics.compile_kernels", capability, "views224"]
+    command = [sys.executable, "-m", "tests.numerics.compile_kernels", capability, "views:224"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)

@@ -1,5 +1,6 @@
 """Description of a run before it starts: the plan, warnings, and the dry run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,8 @@ def test_settings_without_an_effect_are_warned_of(tiny_config: Path) -> None:
     assert [line.split()[0] for line in setting_warnings(config, 2, torch.device("cuda"))] == []
     eager = load_config(tiny_config, ["--model.batch_norm_ranks", "all", "--compile", "false"])
     assert "BatchNorm then runs as separate operations" in setting_warnings(eager, 2, torch.device("cuda"))[0]
+    fused = replace(eager, model=replace(eager.model, batch_norm_backend="triton"))
+    assert setting_warnings(fused, 2, torch.device("cuda")) == []
     assert setting_warnings(eager, 2, cpu) == setting_warnings(eager, 1, torch.device("cuda")) == []
     budget = load_config(tiny_config, ["--model.activation_memory_budget", "0.9"])
     assert (

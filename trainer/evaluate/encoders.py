@@ -149,7 +149,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _plain_model(config: Config) -> EncoderNetwork:
     """Build the run's encoder with plain BatchNorm: an evaluation has one view, and ranks do not share statistics."""
-    plain = replace(config.model, encoder_batch_norm="joint", batch_norm_ranks="local")
+    plain = replace(config.model, encoder_batch_norm="joint", batch_norm_ranks="local", batch_norm_backend="torch")
     plain_config = replace(config, model=plain)
     return build_encoder_network(plain_config)
 

@@ -88,7 +88,7 @@ class ViewBatchNorm(nn.Module):
         views = at_least_float32(x).unflatten(0, (self.num_views, -1))  # (d, N, C, ...)
         dims = [1, *range(3, views.dim())]
         local_var, local_mean = torch.var_mean(views, dims, correction=0)  # (d, C)
-        mean, var = _OverRanks.apply(local_mean, local_var, group_name, self.world_size)
+        mean, var = over_ranks(local_mean, local_var, group_name, self.world_size)
 
         # The running variance is the unbiased one.
         count = views[0, :, 0].numel() * self.world_size
@@ -114,9 +114,15 @@ class ViewBatchNorm(nn.Module):
         return values[(...,) + (None,) * (views.dim() - 3)]
 
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        for view in range(self.num_views):
-            self.running_mean.lerp_(mean[view], self.momentum)
-            self.running_var.lerp_(var[view], self.momentum)
+        """Follow mean and unbiased variance (d, C) of each part in turn."""
+        for part_mean, part_var in zip(mean, var, strict=True):
+            self.running_mean.lerp_(part_mean, self.momentum)
+            self.running_var.lerp_(part_var, self.momentum)
+
+
+def over_ranks(mean: Tensor, var: Tensor, group_name: str, world_size: int) -> tuple[Tensor, Tensor]:
+    """Return mean and variance (d, C) over the rows of all ranks, from those of each rank, with their gradients."""
+    return _OverRanks.apply(mean, var, group_name, world_size)
 
 
 class _OverRanks(torch.autograd.Function):
@@ -155,17 +161,23 @@ class _OverRanks(torch.autograd.Function):
 
 
 def convert_batch_norm(
-    module: nn.Module, num_views: int, group_name: str | None, world_size: int, rows: int = 0
+    module: nn.Module,
+    num_views: int,
+    group_name: str | None,
+    world_size: int,
+    rows: int = 0,
+    *,
+    kind: type[ViewBatchNorm] = ViewBatchNorm,
 ) -> nn.Module:
-    """Replace every BatchNorm inside `module` by a ViewBatchNorm, unless a plain one computes the same."""
-    if num_views == 1 and group_name is None and rows == 0:
+    """Replace every BatchNorm inside `module` by one of `kind`. Keep a plain one that computes the same as a ViewBatchNorm."""
+    if kind is ViewBatchNorm and num_views == 1 and group_name is None and rows == 0:
         return module
     # Replace each one in place; the new one takes over its weights.
     for name, child in module.named_children():
         if isinstance(child, _BatchNorm):
-            setattr(module, name, ViewBatchNorm(child, num_views, group_name, world_size, rows))
+            setattr(module, name, kind(child, num_views, group_name, world_size, rows))
         else:
-            convert_batch_norm(child, num_views, group_name, world_size, rows)
+            convert_batch_norm(child, num_views, group_name, world_size, rows, kind=kind)
     return module
 
 

@@ -38,8 +38,8 @@ class EncoderNetwork(nn.Module):
         self.normalize = Normalize(config.views, passes_floats=True)
         encoder = build_encoder(config.model, config.views)
         self.num_features = count_features(encoder)
-        parts = batch_norm_parts(config, config.model.encoder_batch_norm)
-        self.encoder: Any = convert_batch_norm(encoder, parts, batch_norm_group, world_size, batch_norm_rows)
+        statistics = config.model.encoder_batch_norm
+        self.encoder: Any = _with_batch_norm(encoder, config, statistics, batch_norm_group, world_size, batch_norm_rows)
         stop_counting_batches(self)
         # The online probe sets this.
         self.keeps_features = False
@@ -69,8 +69,8 @@ class EncoderProjector(EncoderNetwork):
         # The projector is drawn after the encoder, whose weights so stay the same with any projector.
         projector = Projector(model.projector, self.num_features, model.projector_hidden, model.embedding_size)
         # The projector may take its statistics differently from the encoder.
-        parts = batch_norm_parts(config, model.projector_batch_norm)
-        self.projector = convert_batch_norm(projector, parts, batch_norm_group, world_size, batch_norm_rows)
+        statistics = model.projector_batch_norm
+        self.projector = _with_batch_norm(projector, config, statistics, batch_norm_group, world_size, batch_norm_rows)
         stop_counting_batches(self)
 
     def forward(self, pixels: Tensor) -> Any:
@@ -93,14 +93,27 @@ class EncoderPredictor(EncoderProjector):
         # A prediction is compared with an embedding, so it has the same size.
         size = config.model.embedding_size
         predictor = Projector(form, size, [hidden], size)
-        parts = batch_norm_parts(config, config.model.projector_batch_norm)
-        self.predictor = convert_batch_norm(predictor, parts, batch_norm_group, world_size)
+        statistics = config.model.projector_batch_norm
+        self.predictor = _with_batch_norm(predictor, config, statistics, batch_norm_group, world_size)
         stop_counting_batches(self)
 
 
 def batch_norm_parts(config: Config, statistics: str) -> int:
     """Return the number of parts of a batch that have separate BatchNorm statistics. statistics: "per_view" or "joint"."""
     return config.views.num_views if statistics == "per_view" else 1
+
+
+def _with_batch_norm(
+    module: nn.Module, config: Config, statistics: str, group_name: str | None, world_size: int, rows: int = 0
+) -> nn.Module:
+    """Replace every BatchNorm inside `module` as the config says; see `convert_batch_norm` for the arguments."""
+    parts = batch_norm_parts(config, statistics)
+    if config.model.batch_norm_backend == "torch":
+        return convert_batch_norm(module, parts, group_name, world_size, rows)
+    # Not at the top of the file, because an evaluation needs no kernels.
+    from trainer.models.fused_batch_norm import FusedBatchNorm, fuse_activations
+
+    return fuse_activations(convert_batch_norm(module, parts, group_name, world_size, rows, kind=FusedBatchNorm))
 
 
 def build_encoder_network(config: Config) -> EncoderNetwork:

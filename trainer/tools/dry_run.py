@@ -63,7 +63,7 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
     on_gpu = device.type == "cuda"
     compiled = compiles(config, device)
     over_ranks = batch_norm_group_size(config, world_size) > 1
-    if on_gpu and over_ranks and not compiled:
+    if on_gpu and over_ranks and not compiled and config.model.batch_norm_backend == "torch":
         lines.append(
             f"compile is false with model.batch_norm_ranks {config.model.batch_norm_ranks}: BatchNorm then runs as separate "
             "operations, which keep about half as much memory again and take more time; set compile to auto"
