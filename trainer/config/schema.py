@@ -64,6 +64,9 @@ class DataConfig:
     decode_cache_gib: float = setting(0.0, between=(0, None), shapes_result=False)
     """Size of a cache of decoded images in the shared memory of a node, in GiB. The first epoch fills it. A data set that
     does not fit is refused. 0: no cache."""
+    decoder: Literal["dali", "torchcodec"] = setting("dali", shapes_result=False)
+    """Library that decodes the images. torchcodec is an experiment: it decodes JPEG without EXIF data, in the reader threads on
+    a CPU and a batch at a time on a GPU, and DALI decodes the other images. Needs the package torchcodec."""
     hw_decoder_load: float = setting(1.0, between=(0, 1), shapes_result=False)
     """Share of the JPEG images that the hardware decoder of a GPU decodes, 0 to 1, if the GPU has one. CUDA cores and CPU
     cores decode the others."""

@@ -13,9 +13,10 @@ Shapes: N images of this rank, d views, size S. The views are uint8 (N, S, S, 3)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,13 +143,13 @@ def view_pipeline(
     place: Placement,
     source: Source,
     *,
-    decoded: bool = False,
+    decoded_on: Literal["cpu", "gpu"] | None = None,
     ends_at_resize: bool = False,
 ) -> Any:
     """Build a DALI pipeline whose outputs are the d views, uint8 (N, S, S, 3), on the placement's device.
 
     source: called for each batch; returns [encoded images (a list of uint8 arrays), *view_arrays(...)].
-    decoded: whether `source` returns pixels (H, W, 3) instead of encoded images.
+    decoded_on: where the pixels (H, W, 3) are that `source` returns instead of encoded images; None: it returns encoded images.
     ends_at_resize: leave the rest to `trainer.data.augment`. `source` then returns start and end of each view only. If the
         colours refer to the whole image, one more output is its mean pixel, (N, 1, 3) float.
     """
@@ -172,8 +173,15 @@ def view_pipeline(
     def graph() -> tuple[Any, ...]:
         # The images are the first input, then come the inputs of each view.
         num_inputs = 1 + inputs_per_view * recipe.num_views
-        encoded, *arrays = fn.external_source(source=source, num_outputs=num_inputs, batch=True)
-        image = on_device(encoded, place) if decoded else decode(encoded, place)
+        if decoded_on == "gpu":
+            # Inputs on different devices need a source each.
+            images_alone, arrays_alone = _split(source)
+            encoded = fn.external_source(source=images_alone, batch=True, device="gpu")
+            arrays = fn.external_source(source=arrays_alone, num_outputs=num_inputs - 1, batch=True)
+            image = fn.reshape(encoded, layout="HWC")
+        else:
+            encoded, *arrays = fn.external_source(source=source, num_outputs=num_inputs, batch=True)
+            image = on_device(encoded, place) if decoded_on else decode(encoded, place)
         image_mean = _mean(image) if uses_image_mean(recipe) else None
         views = []
         for view in range(recipe.num_views):
@@ -196,6 +204,21 @@ def view_pipeline(
     pipe = graph()
     pipe.build()
     return pipe
+
+
+def _split(source: Source) -> tuple[Callable[[], Any], Source]:
+    """Divide a source into one of the images and one of the other inputs, which may be called in any order."""
+    images: deque[Any] = deque()
+    others: deque[Arrays] = deque()
+
+    def take(waiting: deque[Any]) -> Any:
+        if not waiting:
+            first, *rest = source()
+            images.append(first)
+            others.append(rest)
+        return waiting.popleft()
+
+    return lambda: take(images), lambda: take(others)
 
 
 def decode(encoded: Any, place: Placement) -> Any:

@@ -28,7 +28,13 @@ from numpy.typing import NDArray
 from trainer.config.schema import DataConfig, ViewsConfig
 from trainer.data.dali_graph import Placement, eval_arrays, eval_recipe, view_arrays, view_pipeline
 from trainer.data.decode_cache import DecodeCache
-from trainer.data.decoding import decode, decode_by_dali
+from trainer.data.decoding import (
+    decode,
+    decode_batch_on_gpu,
+    decode_by_dali,
+    decode_by_torchcodec,
+    import_torchcodec,
+)
 from trainer.data.image_probe import decode_rgb
 from trainer.data.index import Index
 from trainer.data.plan import Plan, Planner
@@ -203,6 +209,11 @@ class ViewLoader:
         self._place = _placement(index, config, batch_size, device)
         self._num_readers = config.threads or own_cores()
         self._ahead = config.read_ahead_steps
+        # The readers decode the images if there is a cache, or if torchcodec decodes on the CPU. DALI then gets pixels.
+        self._by_torchcodec = config.decoder == "torchcodec"
+        if self._by_torchcodec:
+            import_torchcodec()  # refuse a missing package before the first step
+        self._readers_decode = cache is not None or (self._by_torchcodec and device.type == "cpu")
         self._device = device
         self._views_dtype = views_dtype or torch.uint8
         self._augmentation: Any = None
@@ -255,11 +266,14 @@ class ViewLoader:
         self._next_step = step
         self._coming: deque[Future[Prepared]] = deque()  # steps being prepared
         self._fed: deque[Prepared] = deque()  # steps given to DALI whose outputs have not been taken
-        # With a cache the readers decode the images, and DALI gets pixels.
-        decoded = self._cache is not None
         ends_at_resize = self._augmentation is not None
         self._pipe = view_pipeline(
-            recipe, self.batch_size, self._place, self._source, decoded=decoded, ends_at_resize=ends_at_resize
+            recipe,
+            self.batch_size,
+            self._place,
+            self._source,
+            decoded_on="cpu" if self._readers_decode else "gpu" if self._by_torchcodec else None,
+            ends_at_resize=ends_at_resize,
         )
 
     def _source(self) -> list[Any]:
@@ -304,8 +318,8 @@ class ViewLoader:
 
         Refused images are converted or replaced from now on.
         """
-        # With a cache, DALI was given pixels that are decoded already.
-        if self._cache is not None:
+        # DALI was given pixels that are decoded already.
+        if self._readers_decode or self._by_torchcodec:
             return False
         given = []
         for prepared in self._fed:
@@ -324,7 +338,7 @@ class ViewLoader:
         ids: set[int] = set()
         if self._fed:
             ids.update(self._fed[0].image_ids.tolist())
-        if self._cache is not None or ids <= self._reader.refused_by_dali:
+        if self._readers_decode or self._by_torchcodec or ids <= self._reader.refused_by_dali:
             return False
         _log.warning(
             "DALI failed in step %d, though it decodes each of the %d images alone: Pillow decodes them now. DALI's error: %s",
@@ -352,12 +366,8 @@ class ViewLoader:
         request = self.requests(step)
         # The share of skipped images is taken over all images read.
         self.skipped.images_read += len(request.image_ids)
-        # Each reader takes one image at a time; map keeps their order.
-        load = partial(self._usable, step)
-        usable = list(self._readers.map(load, request.image_ids.tolist()))
+        ids, images = self._read(step, request.image_ids)
         # The arrays depend on the sizes of the images that are really shown.
-        ids = np.array([image_id for image_id, _ in usable], dtype=np.int64)
-        images = [data for _, data in usable]
         heights = self.index.heights[ids]
         widths = self.index.widths[ids]
         arrays = request.arrays(heights, widths)
@@ -368,8 +378,27 @@ class ViewLoader:
         digest = request.digest(ids, heights, widths) if request.digest else 0
         return Prepared(step, ids, [images, *arrays], digest, choices)
 
+    def _read(self, step: int, wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Any]]:
+        """Return the images shown instead of those wanted (N,), and their bytes or, if they are decoded here, their pixels."""
+        # Each reader takes one image at a time; map keeps their order.
+        usable = list(self._readers.map(partial(self._usable, step), wanted.tolist()))
+        ids = np.array([image_id for image_id, _ in usable], dtype=np.int64)
+        images = [data for _, data in usable]
+        if self._readers_decode or not self._by_torchcodec:
+            return ids, images
+        try:
+            return ids, decode_batch_on_gpu(images, self._device)
+        except InputError:
+            # Find the image that nothing can decode, and read again without it.
+            for image_id, data in usable:
+                try:
+                    decode(data.tobytes())
+                except InputError as error:
+                    self.skipped.add(image_id, str(error), step)
+            return self._read(step, wanted)
+
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
-        """Return (id, bytes that DALI decodes or, with a cache, pixels) of the image or of the next one that can be used.
+        """Return (id, bytes or, if readers decode, pixels) of the image or of the next one that can be used.
 
         Images that cannot be used are skipped and recorded. Raises InputError if no image of the data set can be used.
         """
@@ -384,7 +413,7 @@ class ViewLoader:
         raise InputError("no image of the set can be used; run `wmse check-data` on it")
 
     def _load(self, image_id: int) -> tuple[NDArray[np.uint8], str | None]:
-        """Return (bytes or, with a cache, pixels; None), or (an array to ignore, what is wrong with the image)."""
+        """Return (bytes or, if readers decode, pixels; None), or (an array to ignore, what is wrong with the image)."""
         if self._cache is not None:
             # Another rank of the node may have decoded the image.
             pixels = self._cache.get(image_id)
@@ -392,9 +421,10 @@ class ViewLoader:
                 return pixels, None
         # Not in the cache: read the file and, with a cache, decode it once for all ranks of the node.
         data, problem = self._reader.read(image_id)
-        if problem is None and self._cache is not None:
+        if problem is None and self._readers_decode:
             try:
-                return self._cache.put(image_id, decode(data)), None
+                pixels = decode_by_torchcodec(data) if self._by_torchcodec else decode(data)
+                return self._cache.put(image_id, pixels) if self._cache else pixels, None
             except InputError as error:
                 problem = str(error)
         return np.frombuffer(data, np.uint8), problem
