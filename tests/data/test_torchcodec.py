@@ -87,7 +87,7 @@ def test_a_missing_package_is_named_before_the_first_step(index: Index, monkeypa
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(
-        InputError, match="data.decoder is torchcodec.*pip install torchcodec.*set data.decoder to dali"
+        InputError, match=r"data.decoder is torchcodec.*pip install torchcodec.*set data.decoder to dali"
     ):
         loader(index, "torchcodec")
 
