@@ -23,7 +23,7 @@ _MODULES = {"torch": whitening_torch, "zca": whitening_zca, "standardise": white
 
 def _backend(name: str) -> Any:
     """Return the module with `forward` and `backward` of a backend, or of a whitening that has only one backend."""
-    if name == "triton":
+    if name.startswith("triton"):
         from kernels import whitening_triton  # loads triton, which machines without a GPU may lack
 
         return whitening_triton
@@ -68,7 +68,8 @@ class Whiten(torch.autograd.Function):
 def _forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -> tuple[Tensor, ...]:
     """Return z (B, M, k), W (B, k, k), U (B, k, k) or empty if the backward does not need it, ok (B,), min_pivot (B,)."""
     with enough_threads(x):
-        return _backend(backend).forward(x, eps, cholesky_float64)
+        more = {"factor_warps": 4} if backend == "triton_4_warps" else {}
+        return _backend(backend).forward(x, eps, cholesky_float64, **more)
 
 
 def _backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, eps: float, backend: str) -> Tensor:
@@ -101,7 +102,7 @@ def _fake_forward(x: Tensor, eps: float, cholesky_float64: bool, backend: str) -
     z = x.new_empty(batch, num_rows, size)
     w = x.new_empty(batch, size, size)
     # Compiled graphs rely on these shapes, so they must be those of the results.
-    keeps_u = backend == "zca" or (backend == "triton" and eps > 0)
+    keeps_u = backend == "zca" or (backend.startswith("triton") and eps > 0)
     u = torch.empty_like(w) if keeps_u else x.new_empty(0)
     ok = x.new_empty(batch, dtype=torch.bool)
     min_pivot = x.new_empty(batch)

@@ -6,18 +6,14 @@ Shapes: x, z (B, M, k): B slices of M rows (one view of M images) of k-dimension
 Ermolov et al., ICML 2021, section 3.2 and appendix; kernels/README.md has the mathematics.
 """
 
-import functools
-import logging
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import whitening_reference
-from kernels.backends import BACKENDS, WHITENINGS, fastest_backend, why_not
+from kernels.backends import BACKENDS, WHITENINGS, why_not
 from kernels.torch_ops import Whiten
-
-_logger = logging.getLogger(__name__)
 
 
 class WhiteningStatus(NamedTuple):
@@ -55,8 +51,8 @@ def whiten(
     whitening: one of WHITENINGS; the paper uses "cholesky". "zca" fails if the smallest eigenvalue of A is below a share of
         2e-6 (float32) of a bound of the largest, see kernels/README.md.
     eps: shrinkage in [0, 1); the paper uses 0.
-    backend: "auto" (the fastest according to `kernels.backends`) or one of BACKENDS: "reference" is the definition, slice by
-        slice; "torch" is batched torch.linalg; "triton" are kernels for NVIDIA GPUs, k up to 512, float32 and "cholesky" only.
+    backend: "auto" ("torch") or one of BACKENDS: "reference" is the definition, slice by slice; "torch" is batched
+        torch.linalg; "triton" are kernels for NVIDIA GPUs, k up to 512, float32 and "cholesky" only.
     cholesky_float64: compute mean, covariance, factor and z in float64 and round them to float32; the gradient stays float32.
         Use it for embeddings whose covariance has a condition number above 1e5. Not available with "triton", nor with another
         whitening than "cholesky".
@@ -78,7 +74,7 @@ def whiten_with_status(
     _check(x, whitening, eps)
     # Half-precision input is whitened in float32.
     x = x if x.dtype == torch.float64 else x.float()
-    backend = choose_backend(backend, x, tuple(x.shape), cholesky_float64, whitening)
+    backend = choose_backend(backend, x, x.shape[-1], cholesky_float64, whitening)
     # The reference is differentiated by autograd, the other backends have their own backward.
     if backend == "reference":
         z, ok, min_pivot = whitening_reference.whiten(x, eps, cholesky_float64, whitening)
@@ -90,11 +86,11 @@ def whiten_with_status(
 def choose_backend(
     backend: str,
     values: Tensor,
-    shape: tuple[int, ...],
+    size: int,
     cholesky_float64: bool,
     whitening: str = "cholesky",
 ) -> str:
-    """Return the backend to use for slices of the given shape (B, M, k), with the dtype and device of `values`.
+    """Return the backend to use for slices in `size` dimensions, with the dtype and device of `values`.
 
     A whitening other than "cholesky" has one fast backend, which has the name of the whitening.
     Raises ValueError for a whitening or backend that does not exist, or that cannot whiten these slices.
@@ -110,23 +106,13 @@ def choose_backend(
         return "reference" if backend == "reference" else whitening
     # The Triton kernels exist in float32 only.
     in_float64 = cholesky_float64 or values.dtype == torch.float64
-    return _choose(backend, values.device.type, *shape, in_float64)
+    return "torch" if backend == "auto" else _able(backend, values.device.type, size, in_float64)
 
 
-# The compiler calls this function while it traces, because it can trace neither log records nor caches.
+# The compiler calls this function while it traces, because it cannot trace the search for packages.
 @torch.compiler.assume_constant_result
-def _choose(backend: str, device_type: str, batch: int, num_rows: int, size: int, in_float64: bool) -> str:
-    return _chosen(backend, device_type, batch, num_rows, size, in_float64)
-
-
-@functools.cache
-def _chosen(backend: str, device_type: str, batch: int, num_rows: int, size: int, in_float64: bool) -> str:
-    """Return the backend to use. The cache makes "auto" log its choice once for each size. Raises ValueError."""
-    if backend == "auto":
-        fastest = fastest_backend(device_type, batch, num_rows, size, in_float64)
-        sizes = f"{batch} slices of {num_rows} x {size} on {device_type}"
-        _logger.info("whitening: backend 'auto' uses %r for %s", fastest, sizes)
-        return fastest
+def _able(backend: str, device_type: str, size: int, in_float64: bool) -> str:
+    """Return the backend. Raises ValueError if it does not exist or cannot whiten in `size` dimensions."""
     if backend not in BACKENDS:
         raise ValueError(f"no whitening backend {backend!r}; available: auto, {', '.join(BACKENDS)}")
     # The caller asked for this backend, so do not replace it silently.

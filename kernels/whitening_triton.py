@@ -42,10 +42,13 @@ def _tiles(size: int) -> _Tiles:
     )
 
 
-def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    x: Tensor, eps: float, cholesky_float64: bool, factor_warps: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Whiten x (B, M, k) float32; return z (B, M, k), W (B, k, k), U, ok (B,), min_pivot (B,).
 
-    U = L^T (B, k, k) if eps > 0, otherwise it is empty. Raises ValueError for float64, which the kernels do not support.
+    U = L^T (B, k, k) if eps > 0, otherwise it is empty. factor_warps: warps of a program of the factor; 0: as `_tiles` says.
+    Raises ValueError for float64, which the kernels do not support.
     """
     if x.dtype != torch.float32 or cholesky_float64:
         raise ValueError("the triton backend whitens in float32 only; use backend='torch' for float64")
@@ -68,7 +71,7 @@ def forward(x: Tensor, eps: float, cholesky_float64: bool) -> tuple[Tensor, Tens
     triton_products.covariance[(batch, lower_tiles)](x, w, mean, variance, num_rows, size, ROWS=t.rows, TILE=t.tile)
     triton_factor.factor[(batch,)](
         w, mean, variance, u, ok_bytes, min_pivot, eps, resolution, input_noise, size,
-        SHRINK=eps > 0, PANEL=t.panel, WIDTH=t.width, num_warps=t.factor_warps, num_stages=1,
+        SHRINK=eps > 0, PANEL=t.panel, WIDTH=t.width, num_warps=factor_warps or t.factor_warps, num_stages=1,
     )  # fmt: skip
     row_blocks = triton.cdiv(num_rows, t.rows)
     triton_products.apply[(batch, row_blocks, tiles)](

@@ -67,8 +67,6 @@ def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
 
     # "pictures" draws the images that the parts after it train on.
     images = str(work / "images")
-    backends = ["-m", "trainer.bench.whitening", "--out", str(out / "backends.json")]
-    backends += ["--seconds", "0.1", "--slices", "1", "--sizes", "4"] if tiny else ["--seconds", "30"]
     return [
         own("environment", 30, "torch", "environment"),
         own("compiled", 110, MODEL, "time_step", "compiled_bf16"),
@@ -85,7 +83,6 @@ def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
         own("end2end", 140, IMAGES, "time_images", "end2end", images),
         Part("run", 140, COMMAND, training_run(images, str(work / "run"), tiny)),
         Part("pytest", 200, COMMAND + ",triton,pytest,hypothesis", ["-m", "pytest", *tests(tiny)]),
-        Part("backends", 80, "torch,triton", backends),
     ]
 
 

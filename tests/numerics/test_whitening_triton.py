@@ -217,11 +217,9 @@ def test_unsupported_dtypes_and_sizes_are_refused(shape, dtype, keywords, messag
 
 def test_a_machine_that_cannot_run_the_kernels_is_refused(monkeypatch):
     monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
-    whitening._chosen.cache_clear()
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
         whiten(torch.zeros(1, 9, 4), backend="triton")
     monkeypatch.setattr(backends, "_has_triton", lambda: False)
-    whitening._chosen.cache_clear()
     with pytest.raises(ValueError, match="package triton, which is not installed"):
         whiten(torch.zeros(1, 9, 4), backend="triton")
 

@@ -103,7 +103,6 @@ def test_only_the_command_line_imports_the_commands():
         "trainer.bench.end2end",
         "trainer.bench.all",
         "trainer.bench.loss",
-        "trainer.bench.whitening",
     }
     allowed = {"cli.py", "__main__.py", "task.py"}  # SLURM starts task.py
     for file in (ROOT / "trainer").rglob("*.py"):

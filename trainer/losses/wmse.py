@@ -92,10 +92,7 @@ def wmse_loss_with_status(
         )
     with without_autocast(v.device):
         v = at_least_float32(v)
-        # The fastest backend depends on number and size of the slices.
-        num_slices = num_views * iterations * num_images // slice_size
-        shape = (num_slices, slice_size, v.shape[1])
-        backend = choose_backend(backend, v, shape, cholesky_float64, whitening)
+        backend = choose_backend(backend, v, v.shape[1], cholesky_float64, whitening)
         if backend == "reference":
             return _reference_loss(v, permutations, num_views, slice_size, normalize, eps, cholesky_float64, whitening)
         loss, ok, min_pivot = FusedLoss.apply(

@@ -63,8 +63,8 @@ class WMSESettings(MethodSettings):
     squared difference of their elements."""
     eps: float = setting(0.0, between=(0, 0.99))
     """Shrink the covariance towards the mean of its diagonal by this share, 0 to 0.99. The paper uses 0."""
-    backend: Literal["auto", "reference", "torch", "triton"] = setting("auto", shapes_result=False)
-    """Whitening backend, see kernels/README.md. auto: the backend that measured fastest on this kind of device."""
+    backend: Literal["auto", "reference", "torch", "triton", "triton_4_warps"] = setting("auto", shapes_result=False)
+    """Whitening backend, see kernels/README.md. auto: torch. `wmse tune` measures the others."""
     cholesky_float64: bool = False
     """Compute mean, covariance and Cholesky factor in float64, for embeddings with condition numbers above 1e5. Only with
     whitening cholesky."""
@@ -77,10 +77,10 @@ class WMSESettings(MethodSettings):
         problems = slice_problems(config, "wmse.slice_size", size, is_whitened)
         # Only the Cholesky whitening has Triton kernels and a factor in float64.
         if self.whitening != "cholesky":
-            if self.backend == "triton":
+            if self.backend.startswith("triton"):
                 problems.append(
-                    f"wmse.backend is triton with wmse.whitening {self.whitening}: its kernels only compute cholesky, set the "
-                    "backend to auto"
+                    f"wmse.backend is {self.backend} with wmse.whitening {self.whitening}: its kernels only compute cholesky, "
+                    "set the backend to auto"
                 )
             if self.cholesky_float64:
                 problems.append(
