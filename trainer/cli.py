@@ -397,6 +397,16 @@ def bench(words: Words) -> int:
     return run_bench(own, settings)
 
 
+def tune(words: Words) -> int:
+    """Check and time the choices that change the speed of an experiment on this device, and write a file of settings."""
+    from trainer.tune.cli import add_arguments, run_tune
+
+    parser = command_parser(tune)
+    add_arguments(parser)
+    own, settings = parse_with_settings(parser, words)
+    return run_tune(own, settings)
+
+
 def verify(words: Words) -> int:
     """Check losses, gradients, ranks, views, kernels and figures on this machine. The exit code is 1 if a check fails."""
     from trainer.verify.cli import add_verify_arguments, run_verify
@@ -439,7 +449,7 @@ _GROUPS: dict[str, dict[str, Callable[[Words], int]]] = {
         "features": features,
     },
     "prepare and look at images": {"prepare": prepare, "check-data": check_data, "preview": preview},
-    "check and compare": {"verify": verify, "drill": drill, "plan": plan, "diff": diff, "bench": bench},
+    "check and compare": {"verify": verify, "drill": drill, "plan": plan, "diff": diff, "bench": bench, "tune": tune},
     "help": {"demo": demo, "settings": settings, "completion": completion},
 }
 COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import backends, whitening
+from kernels import backends
 from kernels.whitening import whiten, whiten_with_status
 from tests.conftest import ROOT
 from tests.numerics.whitening_cases import (

@@ -322,6 +322,8 @@ class Config:
     """Time in which a run must save and end after a signal, in seconds. A run that takes longer ends with exit code 75 and
     without another checkpoint. Set it above the time of two steps, and below the time that the scheduler leaves between the
     signal and the kill."""
+    tuned_for: str = setting("", shapes_result=False)
+    """Device and versions for which `wmse tune` wrote some of the settings. A run on others logs a warning. Empty: none."""
     allow_idle_ranks: bool = setting(False, shapes_result=False)
     """If the ranks do not divide the global batch evenly, train on as many ranks as possible and leave the others idle,
     instead of refusing to start. `wmse launch --nodes N-M` sets this."""

@@ -34,6 +34,12 @@ def device_name(device: torch.device) -> str:
     return platform.machine()  # not every architecture lists a model name
 
 
+def tuned_for(device: torch.device) -> str:
+    """Return the device and the versions on which the speed of settings depends, see `Config.tuned_for`."""
+    found = versions(device)
+    return ", ".join([device_name(device), *(f"{name} {found[name]}" for name in ("torch", "triton") if name in found)])
+
+
 def versions(device: torch.device) -> dict[str, str]:
     """Return the versions of Python, torch and packages that may change a result, on a GPU also of CUDA and the driver."""
     found = {"python": platform.python_version(), "torch": torch.__version__}

@@ -21,7 +21,7 @@ from trainer.distributed.geometry import batch_norm_group_size, check_set_size
 from trainer.distributed.ranks import launch_warnings
 from trainer.errors import InputError
 from trainer.run.commit import git_commit
-from trainer.run.machine import device_name
+from trainer.run.machine import device_name, tuned_for
 from trainer.setup import Run, check_device
 from trainer.tools.memory import memory_lines
 from trainer.tools.run_plan import plan_lines, plan_warnings
@@ -67,6 +67,10 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
         lines.append(
             f"compile is false with model.batch_norm_ranks {config.model.batch_norm_ranks}: BatchNorm then runs as separate "
             "operations, which keep about half as much memory again and take more time; set compile to auto"
+        )
+    if config.tuned_for and config.tuned_for != tuned_for(device):
+        lines.append(
+            f"some settings were measured on {config.tuned_for}, but this is {tuned_for(device)}: run `wmse tune` again"
         )
     if config.gradient_compression != "none" and world_size == 1:
         lines.append(f"gradient_compression {config.gradient_compression} has no effect: one rank sends nothing")

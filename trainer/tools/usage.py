@@ -116,5 +116,11 @@ USAGE = {
             "compute --config imagenet_rn50_wmse4_100ep --profile trace.json",
         )
     ),
+    "tune": Usage(
+        (
+            "--config imagenet_rn50_wmse4_100ep --data.root /data/imagenet --ranks 8",
+            "--config recipe.yaml --minutes 20 --out h100.yaml",
+        )
+    ),
     "demo": Usage(("", "--seed 1", "--run_dir runs/short --epochs 2")),
 }
