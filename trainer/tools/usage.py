@@ -120,6 +120,7 @@ USAGE = {
         (
             "--config imagenet_rn50_wmse4_100ep --data.root /data/imagenet --ranks 8",
             "--config recipe.yaml --minutes 20 --out h100.yaml",
+            f"{_DEMO} --minutes 2",
         )
     ),
     "demo": Usage(("", "--seed 1", "--run_dir runs/short --epochs 2")),
