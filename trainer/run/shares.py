@@ -62,12 +62,10 @@ def measure_shares(rows: NDArray[np.float64], longest_delays: float) -> dict[str
     # All ranks wait for the slowest in the measured steps, too. What counts is a step of the usual rank.
     alone = ranks[slowest].alone / _excess([rank.alone_forward for rank in ranks])
     compute = alone * ranks[slowest].steps
-    left = max(seconds - compute, 0.0)
 
-    # What the slowest rank has lost. It cannot be more than what the computation leaves.
+    # The time in which the slowest rank had nothing to do is measured, so it counts before the few steps alone.
     own = known_losses[slowest]
-    own = own * min(1.0, left / own.sum()) if own.sum() else own
-    left -= own.sum()
+    left = max(seconds - own.sum() - compute, 0.0)
     # Ranks that come late in turn delay all steps, though each of them is late in a few only.
     host = RankPace._fields.index("host") - RankPace._fields.index("reader")
     in_turn = min(max(longest_delays - own[:host].sum(), 0.0), left)
