@@ -148,7 +148,7 @@ def train(
     clock = _clock(run, first_step)
     saves = _SaveTimes(run)
     loader = make_loader(run, first_step)
-    pace = _pace(run, loader)
+    pace = _pace(run, loader, stop)
     stopping = GO_ON
     file_seconds = 60 * run.config.timeout_minutes
     limits = _StepLimits(run)
@@ -289,10 +289,10 @@ def _clock(run: Run, first_step: int) -> Clock:
     )
 
 
-def _pace(run: Run, loader: ViewLoader) -> Pace:
+def _pace(run: Run, loader: ViewLoader, stop: StopRequest) -> Pace:
     # With statistics of several ranks, each BatchNorm of the forward waits for the others.
     shares_statistics = batch_norm_group_size(run.config, run.ranks.world_size) > 1
-    return Pace(run.step, loader, run.end_step, forward_is_own=not shares_statistics)
+    return Pace(run.step, loader, run.end_step, stop, forward_is_own=not shares_statistics)
 
 
 def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:

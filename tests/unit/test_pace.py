@@ -10,6 +10,7 @@ import torch
 from trainer.data.loader import Batch
 from trainer.data.stage_times import Waits
 from trainer.run import pace
+from trainer.run.signals import StopRequest
 from trainer.run.step_times import StepTimes
 
 CUDA = torch.device("cuda")
@@ -64,12 +65,12 @@ def test_a_gpu_is_timed_without_waiting_and_only_its_idle_time_is_lost(monkeypat
     """The device is three seconds behind the host. It idles for 0.5 s before each, while the host waits for images."""
     device = Device()
     monkeypatch.setattr("trainer.run.step_times._stamp", device.stamp)
-    monkeypatch.setattr(pace, "_wait_for_rest", lambda: None)
+    monkeypatch.setattr(pace, "_wait_for_rest", lambda _: None)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     step: Any = Step(device)
     loader: Any = SimpleNamespace(split_waits=lambda inputs, views, _: Waits(inputs, 0.0, 0.0, views))
-    measured = pace.Pace(step, loader, end_step=20)
+    measured = pace.Pace(step, loader, 20, StopRequest())
     for number in range(10):
         batch = Batch(number, torch.empty(1, 3, 8, 8), np.arange(4), wait_seconds=2.0, input_seconds=1.5)
         clock.now += 2.0  # of which the device is idle for a quarter
@@ -99,10 +100,28 @@ def test_a_run_that_ends_makes_no_steps_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("trainer.run.step_times._stamp", device.stamp)
     step: Any = Step(device)
     loader: Any = SimpleNamespace()
-    measured = pace.Pace(step, loader, end_step=4)
+    measured = pace.Pace(step, loader, 4, StopRequest())
     for number in range(4):
         measured.before_step(Batch(number, torch.empty(1, 3, 8, 8), np.arange(4), 0.0), 0.1, None)
         step()
         measured.after_step()
     assert step.applied == 4 * [True]
     assert np.isnan(measured.take().alone)
+
+
+def test_a_busy_loader_is_waited_for_until_the_run_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process uses a whole core until 1 s has passed."""
+    clock = SimpleNamespace(now=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    busy = SimpleNamespace(monotonic=lambda: clock.now, process_time=lambda: min(clock.now, 1.0), sleep=sleep)
+    monkeypatch.setattr(pace, "time", busy)
+    stop = StopRequest()
+    pace._wait_for_rest(stop)
+    assert 1.0 < clock.now < 1.1
+    clock.now = 0.0
+    stop.ask()
+    pace._wait_for_rest(stop)
+    assert clock.now == 0

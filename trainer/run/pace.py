@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.data.loader import Batch, ViewLoader
 from trainer.run.shares import RankPace
+from trainer.run.signals import StopRequest
 from trainer.run.step_times import StepTimes, seconds_between
 from trainer.step import TrainStep
 
@@ -40,11 +41,16 @@ class _Before(NamedTuple):
 class Pace:
     """Measures the pace of one rank. The loop calls `before_step` and `after_step` around each step."""
 
-    def __init__(self, step: TrainStep, loader: ViewLoader, end_step: int, *, forward_is_own: bool = True) -> None:
-        """forward_is_own: False if the forward waits for other ranks, so that its time says nothing about this one."""
+    def __init__(
+        self, step: TrainStep, loader: ViewLoader, end_step: int, stop: StopRequest, *, forward_is_own: bool = True
+    ) -> None:
+        """stop: a run that is asked to stop does not wait for its loader to rest.
+
+        forward_is_own: False if the forward waits for other ranks, so that its time says nothing about this one."""
         self._step = step
         self._loader = loader
         self._end_step = end_step
+        self._stop = stop
         self._forward_is_own = forward_is_own
         self._size = 0
         self._steps_at_size = 0
@@ -93,7 +99,7 @@ class Pace:
     def _measure(self, batch: Batch, learning_rate: float, labels: Tensor | None) -> None:
         began = time.perf_counter()
         self._applied = self._step.times
-        _wait_for_rest()
+        _wait_for_rest(self._stop)
         alone = []
         for _ in range(ALONE_STEPS):
             self._step(batch.views, batch.step, learning_rate, labels=labels, apply=False)
@@ -171,10 +177,10 @@ class Pace:
         return without_update + self._applied.seconds("update")
 
 
-def _wait_for_rest() -> None:
+def _wait_for_rest(stop: StopRequest) -> None:
     """Wait until the threads of this process have little to do: the loader has filled its queues, or waits for a disk."""
     end = time.monotonic() + _LONGEST_REST
-    while time.monotonic() < end:
+    while time.monotonic() < end and not stop.asked:
         used = time.process_time()
         time.sleep(_REST_WINDOW)
         if time.process_time() - used < _REST_USE * _REST_WINDOW:
