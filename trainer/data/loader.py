@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -407,11 +408,15 @@ class ViewLoader:
         began = time.perf_counter()
         if self._cache is not None or self._place.device_id is not None or began < self._sample_due:
             return
-        sampled = images[:_SAMPLED_IMAGES]
-        for data in sampled:
-            decode_rgb(data.tobytes())
+        decoded = 0
+        for data in images[:_SAMPLED_IMAGES]:
+            # An image that Pillow refuses tells nothing here: DALI decides whether the run can use it.
+            with suppress(InputError):
+                decode_rgb(data.tobytes())
+                decoded += 1
         took = time.perf_counter() - began
-        self._decode_seconds = _DALI_BY_PILLOW * took / len(sampled)
+        if decoded:
+            self._decode_seconds = _DALI_BY_PILLOW * took / decoded
         self._sample_due = began + took / _SAMPLED_SHARE
 
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:

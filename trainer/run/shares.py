@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,11 +56,14 @@ def measure_shares(rows: NDArray[np.float64], longest_delays: float) -> dict[str
         return found
     losses = rows[:, RankPace._fields.index("reader") :]
     known_losses = np.nan_to_num(losses)
-    forward = np.nan_to_num([rank.forward for rank in ranks])
+    forward = np.nan_to_num([rank.forward for rank in ranks]).tolist()
     slowest = int(np.argmax(known_losses.sum(1) + forward))
     seconds = ranks[slowest].seconds
     # All ranks wait for the slowest in the measured steps, too. What counts is a step of the usual rank.
-    alone = ranks[slowest].alone / _excess([rank.alone_forward for rank in ranks])
+    alone_forward = [rank.alone_forward for rank in ranks]
+    usual_alone = statistics.median_low(alone_forward)  # of two ranks the faster one is the usual one
+    names_ranks = usual_alone > 0  # not if it is unknown
+    alone = ranks[slowest].alone * (usual_alone / max(alone_forward) if names_ranks else 1.0)
     compute = alone * ranks[slowest].steps
 
     # The time in which the slowest rank had nothing to do is measured, so it counts before the few steps alone.
@@ -74,7 +77,10 @@ def measure_shares(rows: NDArray[np.float64], longest_delays: float) -> dict[str
         own[:host] += in_turn * of_all / of_all.sum()
         left -= in_turn
     # A forward that is slower than the usual one stands for the whole step of its rank.
-    slow = min(compute * (_excess([rank.forward for rank in ranks]) - 1), left)
+    slow = 0.0
+    if names_ranks:
+        longer = max(forward) - statistics.median_low(forward)
+        slow = min(alone * longer / usual_alone, left)
     lost = [*own, slow, left - slow]
     for cause, amount in zip(_CAUSES, lost, strict=True):
         found[f"lost_{cause}"] = round(amount / seconds, 4)
@@ -87,12 +93,6 @@ def measure_shares(rows: NDArray[np.float64], longest_delays: float) -> dict[str
     else:
         found["lost_slowest"] = np.nan
     return found
-
-
-def _excess(forward: Sequence[float]) -> float:
-    """Return the longest time of a forward over the usual one, at least 1; 1 if they are not known."""
-    usual = statistics.median_low(forward)  # of two ranks the faster one is the usual one
-    return max(forward) / usual if usual > 0 else 1.0
 
 
 def describe_loss(values: Mapping[str, Any]) -> str:
