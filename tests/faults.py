@@ -57,6 +57,9 @@ class Faults:
     """How these reads fail: vanished, denied, io_error (always), io_error_once, cut (only 200 bytes), hangs."""
     bad_reads_after: int = 0
     """Number of reads of this process that succeed before any fails."""
+    slow: str = ""
+    """What takes `slow_seconds` longer each time: read or check (an image), forward, save (a checkpoint), host (the loop)."""
+    slow_seconds: float = 0.0
     watch: str = ""
     """File to which each step appends a line: step, memory in bytes, number of open files, number of threads.
 
@@ -84,6 +87,8 @@ def install(faults: Faults) -> None:
         _break_saves(faults)
         _break_numbers(faults)
         _break_reads(faults)
+        if faults.slow:
+            _slow_down(faults.slow, faults.slow_seconds)
 
 
 _step_now = NEVER  # step of the batch that the loader returned last
@@ -225,6 +230,31 @@ def _break_reads(faults: Faults) -> None:
         raise OSError(number, os.strerror(number), self.name(i))
 
     Index.read = read  # type: ignore[method-assign]
+
+
+def _slow_down(what: str, seconds: float) -> None:
+    """Let a function of the trainer sleep before it does its work."""
+    from trainer import loop
+    from trainer.data import reader
+    from trainer.data.index import Index
+    from trainer.models.networks import EncoderNetwork
+    from trainer.run.state import RunState
+
+    places: dict[str, tuple[Any, str]] = {
+        "read": (Index, "read"),
+        "check": (reader, "inspect_image"),
+        "forward": (EncoderNetwork, "encode"),
+        "save": (loop, "save"),
+        "host": (RunState, "note"),
+    }
+    owner, name = places[what]
+    plain = getattr(owner, name)
+
+    def slowed(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(seconds)
+        return plain(*arguments, **keywords)
+
+    setattr(owner, name, slowed)
 
 
 def start(arguments: Sequence[str | Path], folder: Path, faults: Faults | None = None, ranks: int = 1) -> list[Started]:

@@ -21,7 +21,7 @@ from trainer.config.schema import Config, flatten
 from trainer.data.loader import Batch, ViewLoader
 from trainer.data.plan import PLAN_VERSION
 from trainer.distributed.device import choose_device, compiles, memory_gib, names_nondeterministic
-from trainer.distributed.geometry import usable_ranks
+from trainer.distributed.geometry import batch_norm_group_size, usable_ranks
 from trainer.distributed.peers import is_of_lost_rank
 from trainer.distributed.process_group import peers, process_group, step_seconds
 from trainer.distributed.ranks import Ranks, find_ranks
@@ -35,8 +35,10 @@ from trainer.run.digests import Digests
 from trainer.run.faults import FaultCounter
 from trainer.run.folder import lock_run_folder, open_run_folder, start_logging
 from trainer.run.machine import provenance
+from trainer.run.pace import Pace
 from trainer.run.resume import resume, save
 from trainer.run.saver import Saver
+from trainer.run.shares import RankPace
 from trainer.run.signals import GO_ON, PREEMPT, STOP, StopRequest
 from trainer.run.starts import note_start, read_starts, rounding_changes
 from trainer.run.state import RunState, note_lost_rank_0, wait_for_end
@@ -146,6 +148,7 @@ def train(
     clock = _clock(run, first_step)
     saves = _SaveTimes(run)
     loader = make_loader(run, first_step)
+    pace = _pace(run, loader, stop)
     stopping = GO_ON
     file_seconds = 60 * run.config.timeout_minutes
     limits = _StepLimits(run)
@@ -167,7 +170,17 @@ def train(
             save_due = ranks.is_first and saves.minutes_due()
             labels = run.labels(batch.image_ids)
             with names_nondeterministic():
-                result = run.step(batch.views, batch.step, learning_rate, labels=labels, stop=stop.level, save=save_due)
+                pace.before_step(batch, learning_rate, labels)
+                result = run.step(
+                    batch.views,
+                    batch.step,
+                    learning_rate,
+                    labels=labels,
+                    stop=stop.level,
+                    save=save_due,
+                    delay=pace.delay,
+                )
+                pace.after_step()
             sums.add(result, batch.rows_digest)
             step = batch.step + 1
             state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
@@ -179,8 +192,9 @@ def train(
             metrics: dict[str, Tensor] = {}
             if logged:
                 spent = state.cost.own()
-                known = {"lr": learning_rate, "own_spent": spent, **clock.line(step), **_machine(run, loader)}
-                metrics = _take_metrics(run, sums, result.embeddings, spent)
+                known = {"lr": learning_rate, "own_spent": spent, **clock.line(step, pace.take_left_out())}
+                known |= _machine(run, loader)
+                metrics = _take_metrics(run, sums, result.embeddings, spent, pace.take())
             late.add(step, result.flags, known, metrics)
             if writer:
                 writer.show_step(step, batch.views)
@@ -199,7 +213,8 @@ def train(
                 if stopping:
                     stop.answered()
                 watchdog.doing("waits for the checkpoint before this one to be written", limit=file_seconds)
-                save(run, saver, step, sums, state.cost)
+                with pace.saving():
+                    save(run, saver, step, sums, state.cost)
                 saves.done()
             _check_saves(run, saver)
             if stopping:
@@ -239,10 +254,14 @@ def _read_records(
     return stopping, save_now
 
 
-def _take_metrics(run: Run, sums: MetricSums, embeddings: Tensor, spent: tuple[float, float]) -> dict[str, Tensor]:
-    """Return the metrics since the last logged line, on the device. embeddings: of the last step; spent: by this rank."""
+def _take_metrics(
+    run: Run, sums: MetricSums, embeddings: Tensor, spent: tuple[float, float], pace: RankPace
+) -> dict[str, Tensor]:
+    """Return the metrics since the last logged line, on the device.
+
+    embeddings: of the last step. spent, pace: of this rank."""
     num_views = len(embeddings) // run.step.images.count  # MoCo has embeddings of one view
-    metrics = sums.take(embeddings, run.ranks, num_views, spent)
+    metrics = sums.take(embeddings, run.ranks, num_views, spent, pace)
     if run.step.online_probe:
         metrics |= run.step.online_probe.take()
     return metrics
@@ -268,6 +287,12 @@ def _clock(run: Run, first_step: int) -> Clock:
     return Clock(
         config.data.images_per_step, config.views.num_views, run.planner.steps_per_epoch, first_step, run.end_step
     )
+
+
+def _pace(run: Run, loader: ViewLoader, stop: StopRequest) -> Pace:
+    # With statistics of several ranks, each BatchNorm of the forward waits for the others.
+    shares_statistics = batch_norm_group_size(run.config, run.ranks.world_size) > 1
+    return Pace(run.step, loader, run.end_step, stop, forward_is_own=not shares_statistics)
 
 
 def _watchdog(run: Run, loader: ViewLoader, state: RunState) -> Watchdog:

@@ -39,6 +39,7 @@ from trainer.run.health import (
     undefined_health,
 )
 from trainer.run.repeated import RepeatedSteps
+from trainer.run.shares import METRICS, RankPace, describe_loss, measure_shares, unknown_shares
 from trainer.run.tensorboard import Board
 from trainer.run.trackers import Tracker
 from trainer.step import RankFlags, StepResult
@@ -54,6 +55,7 @@ _COMMON = {
     "views_per_s": Metric("speed", "{:.4g} views/s"),
     "seconds_per_step": Metric("speed", "{:.3g} s/step"),
     "data_wait": Metric("speed", "data {:.0%}"),
+    **METRICS,
     "memory_gib": Metric("speed", "mem {:.1f}/{memory_limit_gib:.0f} GiB"),
     "effective_rank": Metric("health", "eff. rank {:.3g}"),
     "rankme": Metric("health", "RankMe {:.3g}"),
@@ -135,11 +137,14 @@ class MetricSums:
         self._smallest = torch.full((len(self._minima),), torch.inf, dtype=torch.float64, device=device)
         self._rows = torch.zeros(2, dtype=torch.float64, device=device)
         self._spent = torch.zeros(2, dtype=torch.float64, device=device)
+        self._pace = torch.zeros(1, len(RankPace._fields), dtype=torch.float64, device=device)  # a row for each rank
+        self._delays = torch.zeros((), dtype=torch.float64, device=device)
         self.digests = Digests()
 
     def add(self, result: StepResult, rows_digest: int = 0) -> None:
         """Add the loss, the metrics and the digest of the rows of one step."""
         self.digests.add_rows(rows_digest)
+        self._delays += result.delay
         values = {"loss": result.loss, **result.metrics}
         applied = ~result.skipped
         means = torch.stack([values[name].double() for name in self._means])
@@ -152,25 +157,39 @@ class MetricSums:
             self._smallest = torch.minimum(self._smallest, smallest)
 
     def take(
-        self, embeddings: Tensor, ranks: Ranks, num_views: int = 1, spent: tuple[float, float] = (0.0, 0.0)
+        self,
+        embeddings: Tensor,
+        ranks: Ranks,
+        num_views: int = 1,
+        spent: tuple[float, float] = (0.0, 0.0),
+        pace: RankPace = RankPace(),  # noqa: B008 (cannot be changed)
     ) -> dict[str, Tensor]:
         """Return the metrics of the steps since the last call over all ranks, float64, by their names in metrics.jsonl.
 
-        All but "products" are 0-d. `MetricsWriter` joins the halves of the digest of the rows so far, and measures the health
-        of the embeddings by "products", which only rank 0 gets, and no rank above MOST_DIMENSIONS.
+        All but "products" and "pace" are 0-d. `MetricsWriter` joins the halves of the digest of the rows so far, and measures
+        the health of the embeddings by "products", which only rank 0 gets, and no rank above MOST_DIMENSIONS. It divides the
+        time by "pace" (ranks, n), which has `pace` of each rank, and "longest_delays" in microseconds.
 
         embeddings: (R, k) of `num_views` views, view-major. spent: joules and seconds without an energy counter of this rank,
         from `RunCost.own`."""
         for number, amount in enumerate(spent):
             self._spent[number].fill_(amount)  # as in Digests.put_halves, so that the host does not wait
+        if len(self._pace) != ranks.world_size:
+            self._pace = self._pace.new_empty(ranks.world_size, len(pace))
+        # The rows of the other ranks are 0, so that the sum has the row of each.
+        self._pace.zero_()
+        for column, value in enumerate(pace):
+            self._pace[ranks.rank, column].fill_(value)
         # The eigenvalues of large matrices would take the host too long.
         is_large = embeddings.shape[1] > MOST_DIMENSIONS
         products = joint_products(embeddings) if is_large else sums_of_products(embeddings, num_views)
         if ranks.world_size > 1:
             dist.all_reduce(products)
-        sums, smallest, rows, spent_by_all = self._over_ranks(ranks)
+        sums, smallest, rows, spent_by_all, pace_of_all = self._over_ranks(ranks)
+        delays = self._delays.clone()
         # The next line begins with empty sums.
         self._sums.zero_()
+        self._delays.zero_()
         self._smallest.fill_(torch.inf)
         applied, skipped = sums[-2:]
         means = sums[:-2] / applied  # NaN if no update was applied
@@ -183,6 +202,8 @@ class MetricSums:
             "rows_low": rows[1],
             "joules": spent_by_all[0],
             "unmeasured_seconds": spent_by_all[1],
+            "pace": pace_of_all,
+            "longest_delays": delays,
             **({"products": products} if ranks.is_first and not is_large else {}),
         }
 
@@ -194,19 +215,21 @@ class MetricSums:
 
     def state_and_rows(self, ranks: Ranks) -> tuple[dict[str, Any], Tensor]:
         """Return `state` and the halves of the digest of the rows (2,), which the same all-reduce sums over ranks."""
-        sums, smallest, rows, _ = self._over_ranks(ranks)
+        sums, smallest, rows, *_ = self._over_ranks(ranks)
         return {"sums": sums / ranks.world_size, "smallest": smallest}, rows
 
-    def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _over_ranks(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         self.digests.put_halves(self._rows)
         # One all-reduce for all sums.
-        sums = torch.cat([self._sums, self._rows, self._spent])
+        parts = [self._sums, self._rows, self._spent, self._pace.flatten()]
+        sums = torch.cat(parts)
         smallest = self._smallest.clone()
         if ranks.world_size > 1:
             dist.all_reduce(sums)
             if self._minima:
                 dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return sums[:-4], smallest, sums[-4:-2], sums[-2:]
+        own, rows, spent, pace = sums.split([len(part) for part in parts])
+        return own, smallest, rows, spent, pace.view_as(self._pace)
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
@@ -234,10 +257,12 @@ class Clock:
         """Add a wait for images."""
         self._wait += seconds
 
-    def line(self, step: int) -> dict[str, Any]:
-        """Return the values of a line after `step` steps, by their names in metrics.jsonl, and start a new interval."""
+    def line(self, step: int, left_out: float = 0.0) -> dict[str, Any]:
+        """Return the values of a line after `step` steps, by their names in metrics.jsonl, and start a new interval.
+
+        left_out: seconds since the last line that belong to no step of the run."""
         now = time.perf_counter()
-        elapsed = now - self._since
+        elapsed = max(now - self._since - left_out, 1e-6)
         seconds = elapsed / (step - self._step)
         # Smooth the time of a step, so that the time left does not jump.
         if self._step_seconds:
@@ -314,7 +339,9 @@ class MetricsWriter:
         """Write one record of `DelayedMetrics.ready` to metrics.jsonl, TensorBoard and the log. NaN and infinity are null."""
         products = record.get("products")
         health = undefined_health() if products is None else measure_health(products)
-        record = {**record, **health}
+        pace = record.get("pace")
+        shares = unknown_shares() if pace is None else measure_shares(pace, record["longest_delays"] / 1e6)
+        record = {**record, **health, **shares}
         # Warnings go by the exact values, before they are rounded for the line.
         of_method = self._method.health_warnings(record)
         of_rank = self._collapse.warnings(record)
@@ -369,7 +396,7 @@ def describe_line(values: Mapping[str, Any], metrics: Mapping[str, Metric], end_
         value = values.get(name)
         is_hidden = value is None or (metric.only_if_not_zero and value == 0)
         if metric.text and not is_hidden:
-            shown.append(metric.text.format(value, **values))
+            shown.append(metric.text.format(value, **values, held_back=describe_loss(values)))
     # timedelta formats hours and days.
     time_left = timedelta(seconds=round(values["eta_seconds"]))
     head = [f"epoch {int(values['epoch'])}/{epochs}", f"step {values['step']}/{end_step}"]

@@ -20,6 +20,9 @@ from trainer.models.online_probe import OnlineProbe
 from trainer.models.untrained_state import UntrainedState
 from trainer.optimizer import gradient_norms, update
 from trainer.run.faults import GRADIENT_FAULT, fault_code, fault_codes
+from trainer.run.step_times import StepTimes
+
+_MOST_DELAY = 2e9  # in microseconds; the agreement takes integers of 32 bits
 
 
 class RankFlags(NamedTuple):
@@ -38,6 +41,7 @@ class StepResult(NamedTuple):
     embeddings: Tensor  # (R, k) float32, without gradient
     skipped: Tensor  # 0-d bool, the same on all ranks: the update was not applied
     flags: RankFlags  # 0-d int32 each, the same on all ranks
+    delay: Tensor | float = 0.0  # longest `delay` of all ranks in microseconds, 0-d int32
 
 
 class TrainStep:
@@ -78,6 +82,8 @@ class TrainStep:
         codes = fault_codes(len(method.checks), ranks.rank, ranks.world_size)
         self.fault_codes = torch.tensor(codes, dtype=torch.int32, device=self.device)
         self.grad_scaler = GradScaler(self.device) if autocast_dtype == torch.float16 else None
+        self.times = StepTimes(self.device)
+        """Times of the last step and of its parts "forward" and "update"."""
 
     def __call__(
         self,
@@ -88,13 +94,17 @@ class TrainStep:
         labels: Tensor | None = None,
         stop: int = 0,
         save: bool = False,
+        delay: float = 0.0,
+        apply: bool = True,
     ) -> StepResult:
         """Make one update. pixels: (R, 3, S, S) uint8, or normalised views (`Normalize`), channels_last. step: from 0.
 
         labels: (N,) int64 of this rank's images, on the device, -1: no label; only the online probe needs them.
         stop: how this rank was asked to stop (`signals`: GO_ON, PREEMPT or STOP). save: whether it wants the run to be saved.
-        All ranks learn of both in the result.
+        All ranks learn of both in the result. delay: seconds by which this rank came late to the step.
+        apply: False makes the whole step but skips its update, so that nothing changes.
         """
+        self.times = StepTimes(self.device)
         self.untrained_state.remember()
         output = self._forward_backward(pixels, step, labels)
 
@@ -103,13 +113,15 @@ class TrainStep:
             gradients = [p.grad for p in self.method.networks.parameters() if p.grad is not None]
             norms = gradient_norms(self.optimizer, gradients, self.grad_scaler.scale if self.grad_scaler else None)
             fault = fault_code(output.ok, output.loss, norms, self.fault_codes)
-            own_flags = torch.stack([fault, fault.new_full((), stop), fault.new_full((), save)])
-            flags = RankFlags(*agree(own_flags, self.ranks).unbind())
-            skipped = flags.fault > 0
+            microseconds = int(min(1e6 * delay, _MOST_DELAY))
+            own_values = [fault, *(fault.new_full((), value) for value in (stop, save, microseconds))]
+            *agreed, longest_delay = agree(torch.stack(own_values), self.ranks).unbind()
+            flags = RankFlags(*agreed)
+            skipped = flags.fault > 0 if apply else torch.ones_like(flags.fault, dtype=torch.bool)
 
         # Every rank runs this code, because only the device knows whether the update is skipped.
-        with record_function("update"):
-            if self.grad_scaler:
+        with record_function("update"), self.times.span("update"):
+            if self.grad_scaler and apply:
                 self.grad_scaler.update(flags.fault == GRADIENT_FAULT)
             update(self.optimizer, learning_rate, skipped)
             self.optimizer.zero_grad(set_to_none=True)
@@ -117,7 +129,8 @@ class TrainStep:
             self.untrained_state.restore_if(skipped)
             if self.online_probe:
                 self.online_probe.update(skipped)
-        return StepResult(output.loss, output.metrics, output.embeddings, skipped, flags)
+        self.times.finish()
+        return StepResult(output.loss, output.metrics, output.embeddings, skipped, flags, longest_delay)
 
     def _forward_backward(self, pixels: Tensor, step: int, labels: Tensor | None) -> LossOutput:
         """Add up the gradients of all micro-batches. DDP averages them over ranks in the backward of the last one."""
@@ -139,7 +152,8 @@ class TrainStep:
     def _micro_batch(self, pixels: Tensor, step: int, images: ImageRange, labels: Tensor | None) -> LossOutput:
         """Forward, loss and backward of `images`; adds the gradients to those of the micro-batches before."""
         dtype = self.autocast_dtype
-        with record_function("forward"), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+        autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        with record_function("forward"), self.times.span("forward"), autocast:
             outputs = self.networks(pixels)
         with record_function("loss"):
             result = self.method.loss(outputs, step, images)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,12 +43,16 @@ from trainer.data.printable import printable
 from trainer.data.quarantine import SkippedImages, read_quarantine
 from trainer.data.reader import ImageReader
 from trainer.data.row_choices import row_choices, rows_digest
+from trainer.data.stage_times import Waits, split_waits
 from trainer.distributed.cores import own_cores
 from trainer.errors import InputError
 
 GPU_THREADS = 8  # DALI's CPU threads on a GPU, where the JPEG engine decodes and the SMs do the rest
 HELD_BATCHES = 3  # batches that a GPU may still be copying; a training loop reads its results two steps late
 RESERVED_BYTES = 2 << 30  # decoder buffers of a batch that may be allocated at the start
+_SAMPLED_IMAGES = 4  # decoded alone now and then, to know the decoder's part of DALI's time
+_SAMPLED_SHARE = 0.002  # of the time of the thread that prepares the steps
+_DALI_BY_PILLOW = 0.7  # measured: the time of DALI's decoder on a CPU by that of Pillow's, for photographs
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +74,7 @@ class Batch(NamedTuple):
     image_ids: NDArray[np.int64]  # (N,) images shown; differs from the request where an image was replaced
     wait_seconds: float  # how long the caller waited for the batch
     rows_digest: int = 0  # sum of the hashes of the rows, see `row_choices`; 0 if the request asks for none
+    input_seconds: float = 0.0  # part of wait_seconds in which DALI had no inputs: files were read or checked
 
 
 class Prepared(NamedTuple):
@@ -222,6 +228,9 @@ class ViewLoader:
 
             self._augmentation = Augmentation(recipe, device)
         self._pipe: Any = None
+        self._input_seconds = 0.0  # in which DALI waited for its inputs since the last batch
+        self._decode_seconds = math.nan  # of one image
+        self._sample_due = 0.0
         # DALI's outputs that the device may still be copying, each with the event that ends its copy.
         self._held: deque[tuple[Any, torch.cuda.Event]] = deque()
 
@@ -234,6 +243,7 @@ class ViewLoader:
             self._start(self.first_step)
             for step in range(self.first_step, self.end_step):
                 began = time.perf_counter()
+                self._input_seconds = 0.0
                 # The views change their size in this step.
                 if step == self._stop_step:
                     self._start(step)
@@ -241,7 +251,7 @@ class ViewLoader:
                 outputs, prepared = self._run(step)
                 views = self._collect(outputs, len(prepared.image_ids), prepared.choices)
                 wait_seconds = time.perf_counter() - began
-                yield Batch(step, views, prepared.image_ids, wait_seconds, prepared.rows_digest)
+                yield Batch(step, views, prepared.image_ids, wait_seconds, prepared.rows_digest, self._input_seconds)
         finally:
             # End the threads before the pipeline, and cancel what they have not begun.
             for pool in (self._preparer, self._readers):
@@ -252,6 +262,20 @@ class ViewLoader:
     def waiting_for(self) -> list[tuple[str, float]]:
         """Return (name, seconds) of each image that a reader is waiting for now, longest first. Any thread may call this."""
         return self._reader.waiting_for()
+
+    def split_waits(self, for_inputs: float, for_views: float, seconds_per_step: float) -> Waits:
+        """Divide waits since the last call among the stages. for_inputs: the sum of `Batch.input_seconds`; for_views: the rest.
+
+        Nothing inside DALI's graph tells decoder and views apart. On a CPU the decoder's part follows from images that are
+        decoded alone; on a GPU, whose JPEG engine decodes, both are in `views`. With a cache the readers decode."""
+        threads = min(self._place.threads, own_cores())
+        decode_seconds = self._decode_seconds * self.batch_size / threads
+        # A loop that waits for DALI takes as long for a step as DALI for a batch.
+        share = min(decode_seconds / seconds_per_step, 1.0) if seconds_per_step else math.nan
+        if math.isnan(decode_seconds):
+            share = math.nan
+        spent = self._reader.stages.take()
+        return split_waits(for_inputs, for_views, spent, decodes_in_readers=self._readers_decode, decode_share=share)
 
     def _start(self, step: int) -> None:
         """Build the pipeline for the steps from `step` on, up to the step in which the views change their size."""
@@ -284,8 +308,10 @@ class ViewLoader:
             self._next_step += 1
         if not self._coming:
             raise StopIteration
+        began = time.perf_counter()
         try:
             prepared = self._coming.popleft().result()
+            self._input_seconds += time.perf_counter() - began
         except Exception as error:
             # DALI raises this error again from run(); remember it to recognise it there.
             self._source_error = error
@@ -366,7 +392,15 @@ class ViewLoader:
         request = self.requests(step)
         # The share of skipped images is taken over all images read.
         self.skipped.images_read += len(request.image_ids)
-        ids, images = self._read(step, request.image_ids)
+        with self._reader.stages.spend("images"):
+            ids, images = self._read(step, request.image_ids)
+        with self._reader.stages.spend("arrays"):
+            prepared = self._joined(step, request, ids, images)
+        self._sample_decoding(images)
+        return prepared
+
+    def _joined(self, step: int, request: Request, ids: NDArray[np.int64], images: list[Any]) -> Prepared:
+        """Compute the graph's inputs for the images that are shown, given their bytes or pixels."""
         # The arrays depend on the sizes of the images that are really shown.
         heights = self.index.heights[ids]
         widths = self.index.widths[ids]
@@ -397,6 +431,22 @@ class ViewLoader:
                     self.skipped.add(image_id, str(error), step)
             return self._read(step, wanted)
 
+    def _sample_decoding(self, images: list[NDArray[np.uint8]]) -> None:
+        """Now and then, measure how long the decoding of an image takes on a CPU."""
+        began = time.perf_counter()
+        if self._readers_decode or self._place.device_id is not None or began < self._sample_due:
+            return
+        decoded = 0
+        for data in images[:_SAMPLED_IMAGES]:
+            # An image that Pillow refuses tells nothing here: DALI decides whether the run can use it.
+            with suppress(InputError):
+                decode_rgb(data.tobytes())
+                decoded += 1
+        took = time.perf_counter() - began
+        if decoded:
+            self._decode_seconds = _DALI_BY_PILLOW * took / decoded
+        self._sample_due = began + took / _SAMPLED_SHARE
+
     def _usable(self, step: int, image_id: int) -> tuple[int, NDArray[np.uint8]]:
         """Return (id, bytes or, if readers decode, pixels) of the image or of the next one that can be used.
 
@@ -423,8 +473,9 @@ class ViewLoader:
         data, problem = self._reader.read(image_id)
         if problem is None and self._readers_decode:
             try:
-                pixels = decode_by_torchcodec(data) if self._by_torchcodec else decode(data)
-                return self._cache.put(image_id, pixels) if self._cache else pixels, None
+                with self._reader.stages.spend("decode"):
+                    pixels = decode_by_torchcodec(data) if self._by_torchcodec else decode(data)
+                    return self._cache.put(image_id, pixels) if self._cache else pixels, None
             except InputError as error:
                 problem = str(error)
         return np.frombuffer(data, np.uint8), problem

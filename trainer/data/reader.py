@@ -13,6 +13,7 @@ import time
 from trainer.data.image_probe import MAX_PIXELS, inspect_image, to_direct
 from trainer.data.index import Index
 from trainer.data.printable import printable
+from trainer.data.stage_times import StageTimes
 from trainer.errors import InputError
 from trainer.files import refuse_machine_fault
 
@@ -51,6 +52,8 @@ class ImageReader:
         # Thread -> (image, start of the read). No lock is needed, because each thread only writes its own entry.
         self._reading: dict[int, tuple[int, float]] = {}
         self._logged_temporary_fault = False
+        self.stages = StageTimes()
+        """Seconds of all threads in "read" and "check"."""
 
     def read(self, image_id: int) -> tuple[bytes, str | None]:
         """Return (bytes that DALI decodes, None), or (no bytes, what is wrong with the image).
@@ -58,11 +61,17 @@ class ImageReader:
         Raises InputError if the machine is at fault and not the image.
         """
         try:
-            data = self._read_stored(image_id)
+            with self.stages.spend("read"):
+                data = self._read_stored(image_id)
         except OSError as error:
             # If the machine is at fault, no image may be blamed.
             refuse_machine_fault(error)
             return b"", str(error)
+        with self.stages.spend("check"):
+            return self._checked(image_id, data)
+
+    def _checked(self, image_id: int, data: bytes) -> tuple[bytes, str | None]:
+        """Return what `read` does, from the bytes of the file."""
         # Bytes that are not an image must not reach DALI.
         info = inspect_image(data, self.max_pixels)
         if info.kind == "bad":

@@ -33,6 +33,7 @@ _CURVES = {
     "loss": "loss",
     "lr": "learning rate",
     "images_per_s": "speed (images/s)",
+    "compute_share": "share of the time that the step alone takes",
     "effective_rank": "effective rank of embeddings",
     "rankme": "RankMe of embeddings",
     "lidar": "LiDAR of embeddings",

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.run.shares import METRICS
+
 _HALF = 2**32
 # Values of a line that describe the machine and not the training. Images are skipped some steps before they are due.
 _OF_THE_MACHINE = (
@@ -23,6 +25,7 @@ _OF_THE_MACHINE = (
     "memory_gib",
     "memory_limit_gib",
     "skipped_images",
+    *METRICS,
 )
 
 
