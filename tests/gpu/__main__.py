@@ -74,6 +74,7 @@ def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
         own("whitening", 50, "torch,triton", "time_whitening"),
         own("autotune", 110, MODEL, "time_step", "autotuned_bf16_budget"),
         own("eager", 60, MODEL, "time_step", "eager_bf16", "eager_fp16"),
+        own("batch_norm", 120, MODEL + ",triton", "time_step", "compiled_bf16_kernels", "eager_bf16_kernels"),
         own("optimizers", 40, MODEL + ",triton", "time_optimizers"),
         own("step", 75, MODEL, "check_step"),
         own("kernels", 100, "torch,triton,numpy", "check_kernels"),
@@ -82,19 +83,32 @@ def parts(out: Path, work: Path, tiny: bool) -> list[Part]:
         own("loader", 80, IMAGES, "time_images", "loader", images),
         own("end2end", 140, IMAGES, "time_images", "end2end", images),
         Part("run", 140, COMMAND, training_run(images, str(work / "run"), tiny)),
+        Part("tune", 280, COMMAND + ",triton", tuning(out / "tuned.yaml", images, tiny)),
         Part("pytest", 200, COMMAND + ",triton,pytest,hypothesis", ["-m", "pytest", *tests(tiny)]),
     ]
+
+
+def tuning(out: Path, images: str, tiny: bool) -> list[str]:
+    """Return the command that tunes the ImageNet recipe on one GPU."""
+    command = ["-m", "trainer", "tune", "--config", "configs/imagenet_rn50_wmse4_100ep.yaml", "--out", str(out)]
+    command += ["--minutes", "0.1" if tiny else "4", "--data.root", images, *sizes_of_a_run(tiny)]
+    return command
 
 
 def training_run(images: str, run_dir: str, tiny: bool) -> list[str]:
     """Return the command that trains the ImageNet recipe for 200 steps."""
     run = ["-m", "trainer", "pretrain", "--config", "configs/imagenet_rn50_wmse4_100ep.yaml", "--run_dir", run_dir]
-    run += ["--model.batch_norm_ranks", "local", "--log.tensorboard", "false", "--data.root", images]
-    run += ["--data.images_per_step", "8" if tiny else "256", "--max_steps", "5" if tiny else "200"]
+    run += ["--log.tensorboard", "false", "--data.root", images, "--max_steps", "5" if tiny else "200"]
+    return [*run, *sizes_of_a_run(tiny)]
+
+
+def sizes_of_a_run(tiny: bool) -> list[str]:
+    """Return the settings of one GPU, or of the rehearsal."""
+    sizes = ["--model.batch_norm_ranks", "local", "--data.images_per_step", "8" if tiny else "256"]
     if tiny:
-        run += ["--model.backbone", "test_resnet", "--model.embedding_size", "4", "--wmse.slice_size", "8"]
-        run += ["--views.size", "32", "--views.eval_resize", "32", "--data.threads", "1", "--device", "cpu"]
-    return run
+        sizes += ["--model.backbone", "test_resnet", "--model.embedding_size", "4", "--wmse.slice_size", "8"]
+        sizes += ["--views.size", "32", "--views.eval_resize", "32", "--data.threads", "1", "--device", "cpu"]
+    return sizes
 
 
 def tests(tiny: bool) -> list[str]:

@@ -55,6 +55,7 @@ class Variant(NamedTuple):
     backend: str = "auto"
     budget: float = 1.0
     method: str = "wmse"
+    batch_norm: str = "torch"
 
 
 VARIANTS = (
@@ -62,6 +63,8 @@ VARIANTS = (
     Variant("bf16", compiled=True),
     Variant("bf16", compiled=True, cuda_graphs=True),
     Variant("bf16", backend="triton"),
+    Variant("bf16", batch_norm="triton"),
+    Variant("bf16", compiled=True, batch_norm="triton"),
     Variant("fp16"),
     Variant("bf16", micro_batches=2),
     Variant("bf16", optimizer="adam"),
@@ -73,7 +76,7 @@ VARIANTS = (
 
 def build_step(config: Config, variant: Variant, device: torch.device) -> TrainStep:
     """Build the step of a variant, with the weights of the seed."""
-    model = replace(config.model, activation_memory_budget=variant.budget)
+    model = replace(config.model, activation_memory_budget=variant.budget, batch_norm_backend=variant.batch_norm)
     loss = replace(config.wmse, backend=variant.backend)
     optimizer = replace(
         config.optimizer,
@@ -150,7 +153,7 @@ def check_all(task: Task) -> Iterator[Line]:
         # These are slow on a CPU, and other parts rehearse them.
         if task.tiny and variant.method != "wmse":
             variant = variant._replace(compiled=False)
-        if task.tiny and (variant.compiled or variant.backend == "triton"):
+        if task.tiny and (variant.compiled or "triton" in (variant.backend, variant.batch_norm)):
             continue
         key = (variant.micro_batches, variant.method)
         if key not in expected:

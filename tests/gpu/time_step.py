@@ -31,12 +31,15 @@ TINY = Config(
     device="cpu",
 )
 BUDGET = {"activation_memory_budget": 0.9}
+KERNELS_OF_BATCH_NORM = {"batch_norm_backend": "triton"}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name -> settings, and settings of the model
     "compiled_bf16": ({"precision": "bf16", "compile": "true"}, {}),
     "compiled_bf16_budget": ({"precision": "bf16", "compile": "true"}, BUDGET),
     "autotuned_bf16_budget": ({"precision": "bf16", "compile": "true", "autotune": True}, BUDGET),
     "eager_bf16": ({"precision": "bf16", "compile": "false"}, {}),
     "eager_fp16": ({"precision": "fp16", "compile": "false"}, {}),
+    "compiled_bf16_kernels": ({"precision": "bf16", "compile": "true"}, KERNELS_OF_BATCH_NORM),
+    "eager_bf16_kernels": ({"precision": "bf16", "compile": "false"}, KERNELS_OF_BATCH_NORM),
 }
 COMPILED_IN_REHEARSALS = "compiled_bf16_budget"  # the only variant that a rehearsal compiles, if it has a compiler
 SECONDS = 8.0
@@ -87,6 +90,7 @@ def config_of(name: str, tiny: bool) -> Config:
     if tiny:
         compiled = name == COMPILED_IN_REHEARSALS and shutil.which("g++") is not None
         settings = {**settings, "compile": "true" if compiled else "false", "autotune": False}
+        model = {key: value for key, value in model.items() if key not in KERNELS_OF_BATCH_NORM}
         if compiled:
             settings["precision"] = "fp32"  # has fewer kernels to compile
     config = TINY if tiny else RECIPE
