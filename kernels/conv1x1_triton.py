@@ -146,6 +146,8 @@ def forward(
     """Compute y and the moments of its chunks. Grid: (columns, chunks, parts)."""
     start, count, columns = _chunk(rows, chunk_rows, channels, COLUMNS)
     compute = means.dtype.element_ty
+    # Follow the mean by its distance from that of the first tile, so that a mean far from zero costs no digits.
+    origin = tl.zeros((COLUMNS,), compute)
     mean = tl.zeros((COLUMNS,), compute)
     square = tl.zeros((COLUMNS,), compute)
     for first in range(0, count, ROWS):
@@ -170,11 +172,12 @@ def forward(
         rest = tl.sum(deviation, axis=0) / size
         own_square = tl.sum(deviation * deviation, axis=0) - size * rest * rest
         # Join the tile with the tiles before it.
-        step = (rough - mean) + rest
+        origin = tl.where(first == 0, rough, origin)
+        step = (rough - origin) + rest - mean
         share = size / (first + size)
         mean += step * share
         square += own_square + step * step * (first * share)
-    _store_partial(means, mean, columns, channels)
+    _store_partial(means, origin + mean, columns, channels)
     _store_partial(squares, square, columns, channels)
 
 
@@ -296,7 +299,7 @@ def convolve(
 ) -> tuple[Tensor, Tensor]:
     """Write y (N, O, h, w), for x (N, I, H, W) and weight (O, I). Return mean and biased variance (P, O) of its parts."""
     rows = y.numel() // (y.shape[1] * parts)
-    tile = _tile_sizes(x, y.shape[1], x.shape[1])
+    tile = _tile_sizes(x, y.shape[1], x.shape[1], 128)
     grid, sizes = division(rows, y.shape[1], parts, tile["ROWS"], tile["COLUMNS"])
     means, squares = torch.empty(2, grid[1], parts, y.shape[1], dtype=compute_dtype(x), device=x.device)
     forward[grid](x, weight, before, y, means, squares, *sizes, *x.shape[1:], STRIDE=stride, **tile)
@@ -331,7 +334,8 @@ def gradient_of_input(
     parts, _, depth = after.shape
     channels = x.shape[1]
     rows = y.numel() // (depth * parts)
-    tile = _tile_sizes(x, channels, depth)
+    # The BatchNorm before takes registers, too: with 128 columns they would not suffice.
+    tile = _tile_sizes(x, channels, depth, 128 if before is None else 64)
     grid, sizes = division(rows, channels, parts, tile["ROWS"], tile["COLUMNS"])
     # A stride leaves pixels out, which get no gradient.
     da = torch.empty_like(x) if stride == 1 else torch.zeros_like(x)
@@ -342,20 +346,19 @@ def gradient_of_input(
     return da, partial.sum(1)
 
 
-def _tile_sizes(x: Tensor, channels: int, depth: int) -> dict[str, Any]:
-    """Return the sizes of a tile of `channels` columns and of the inner dimension."""
+def _tile_sizes(x: Tensor, channels: int, depth: int, columns: int) -> dict[str, Any]:
+    """Return the sizes of a tile of at most `columns` of the `channels`, and of the inner dimension."""
     if x.element_size() > 2:
-        # No tensor core takes float32 as it is, so a thread holds its part of the factors in registers.
-        return {"ROWS": 64, "COLUMNS": _power(channels, 64), "DEPTH": _power(depth, 16), "num_warps": 4}
-    columns = _power(channels, 128)
-    return {"ROWS": 128, "COLUMNS": columns, "DEPTH": _power(depth, 64), "num_warps": 8 if columns == 128 else 4}
+        # No tensor core takes float32 as it is, so the threads hold the factors, too.
+        return {"ROWS": 32, "COLUMNS": _power(channels, 64), "DEPTH": _power(depth, 16), "num_warps": 4}
+    return {"ROWS": 128, "COLUMNS": _power(channels, columns), "DEPTH": _power(depth, 32), "num_warps": 8}
 
 
 def _weight_tile(x: Tensor, channels: int, depth: int) -> dict[str, Any]:
     """Return the sizes of a tile of the weight, and the rows that a program reads at a time."""
     if x.element_size() > 2:
         return {"ROWS": 16, "COLUMNS": _power(channels, 64), "DEPTH": _power(depth, 64), "num_warps": 4}
-    return {"ROWS": 64, "COLUMNS": _power(channels, 128), "DEPTH": _power(depth, 128), "num_warps": 8}
+    return {"ROWS": 32, "COLUMNS": _power(channels, 128), "DEPTH": _power(depth, 128), "num_warps": 8}
 
 
 def _power(size: int, largest: int) -> int:

@@ -46,7 +46,8 @@ def compile_all(capability: int, what: str) -> list[dict[str, Any]]:
             source = ASTSource(kernel, types, constexprs=fixed, attrs=_attributes(named, fixed))
             options = {"num_warps": num_warps, "num_stages": num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            built.append({"kernel": kernel.fn.__name__, "what": what, **constants, **_resources(compiled, capability)})
+            found = {"kernel": kernel.fn.__name__, "what": what, "type": types[kernel.arg_names[0]].lstrip("*")}
+            built.append({**found, **constants, **_resources(compiled, capability)})
 
         return build
 
@@ -164,6 +165,7 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.[bf]32", compiled.asm["ptx"])),
         "tensor_cores": "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"],
+        "tf32": "tf32" in compiled.asm["ptx"],
         "rounds_products": "tf32" in compiled.asm["ptx"] or "bf16" in compiled.asm["ptx"],
     }
 
