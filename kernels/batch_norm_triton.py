@@ -293,7 +293,8 @@ def joint_moments(means: Tensor, squares: Tensor, sizes: tuple[int, int, int]) -
     """Return mean and biased variance (P, C) from the moments (chunks, P, C) of all chunks. sizes: of `division`."""
     chunks, parts, channels = means.shape
     rows, chunk_rows, _ = sizes
-    mean, var = means.new_empty(2, parts, channels)
+    # Two results of an operator must not share memory.
+    mean, var = (means.new_empty(parts, channels) for _ in range(2))
     # Few programs have work, so each one reads many chunks of few channels at a time.
     columns = 16
     join_moments[triton.cdiv(channels, columns), parts](

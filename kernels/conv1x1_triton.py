@@ -146,8 +146,6 @@ def forward(
     """Compute y and the moments of its chunks. Grid: (columns, chunks, parts)."""
     start, count, columns = _chunk(rows, chunk_rows, channels, COLUMNS)
     compute = means.dtype.element_ty
-    # Follow the mean by its distance from that of the first tile, so that a mean far from zero costs no digits.
-    origin = tl.zeros((COLUMNS,), compute)
     mean = tl.zeros((COLUMNS,), compute)
     square = tl.zeros((COLUMNS,), compute)
     for first in range(0, count, ROWS):
@@ -172,12 +170,11 @@ def forward(
         rest = tl.sum(deviation, axis=0) / size
         own_square = tl.sum(deviation * deviation, axis=0) - size * rest * rest
         # Join the tile with the tiles before it.
-        origin = tl.where(first == 0, rough, origin)
-        step = (rough - origin) + rest - mean
+        step = (rough - mean) + rest
         share = size / (first + size)
         mean += step * share
         square += own_square + step * step * (first * share)
-    _store_partial(means, origin + mean, columns, channels)
+    _store_partial(means, mean, columns, channels)
     _store_partial(squares, square, columns, channels)
 
 
@@ -350,7 +347,8 @@ def _tile_sizes(x: Tensor, channels: int, depth: int, columns: int) -> dict[str,
     """Return the sizes of a tile of at most `columns` of the `channels`, and of the inner dimension."""
     if x.element_size() > 2:
         # No tensor core takes float32 as it is, so the threads hold the factors, too.
-        return {"ROWS": 32, "COLUMNS": _power(channels, 64), "DEPTH": _power(depth, 16), "num_warps": 4}
+        sizes = {"ROWS": 32, "COLUMNS": _power(channels, 64), "DEPTH": _power(depth, 16)}
+        return {**sizes, "num_warps": 8, "num_stages": 2}
     return {"ROWS": 128, "COLUMNS": _power(channels, columns), "DEPTH": _power(depth, 32), "num_warps": 8}
 
 

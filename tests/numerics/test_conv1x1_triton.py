@@ -184,14 +184,34 @@ def test_any_numbers_of_rows_and_channels_give_right_values(
 def test_the_statistics_are_those_of_the_stored_output(
     dtype: torch.dtype, mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mean of a thousand deviations costs no digits of the variance."""
+    """Of a mean of a thousand deviations, float32 resolves 6e-5 deviations. torch in float32 has errors of up to 4e-3 here."""
     monkeypatch.setattr("kernels.batch_norm_triton.PROGRAMS", 6)
     x = rows_of((12, 5, 9, 7), mean=mean).to(DEVICE, dtype)
     weight = torch.eye(5, device=DEVICE, dtype=dtype)
     y, found_mean, found_var = conv1x1.forward(x, weight, None, 2, 1)
     stored = y.double().unflatten(0, (2, -1)).transpose(1, 2).flatten(2)
     torch.testing.assert_close(found_mean.double(), stored.mean(2), rtol=2e-7, atol=1e-8)
-    torch.testing.assert_close(found_var.double(), stored.var(2, correction=0), rtol=2e-6, atol=0)
+    torch.testing.assert_close(found_var.double(), stored.var(2, correction=0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_operators_say_the_shapes_and_types_of_their_results(stride: int) -> None:
+    """torch.compile needs them."""
+    x = rows_of((4, 5, 3, 3)).to(DEVICE, torch.bfloat16)
+    weight = torch.ones(7, 5, device=DEVICE, dtype=torch.bfloat16)
+    mean = torch.ones(2, 5, device=DEVICE)
+    before = conv1x1.coefficients(mean, mean, None, None, None, 0, 1e-5)
+    y, mean, var = conv1x1.forward(x, weight, before, 2, stride)
+    sums = torch.ones(2, 2, 7, device=DEVICE)
+    after = conv1x1.coefficients(mean, var, None, None, sums, 10, 1e-5)
+    for operator, arguments in (
+        (conv1x1.coefficients, (mean, var, None, None, sums, 10, 1e-5)),
+        (conv1x1.forward, (x, weight, before, 2, stride)),
+        (conv1x1.weight_gradient, (y, y, after, x, before, True, stride)),
+        (conv1x1.input_gradient, (y, y, after, weight, x, before, True, stride)),
+        (conv1x1.input_gradient, (y, y, after, weight, x, None, True, stride)),
+    ):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_same_input_gives_the_same_bits_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
