@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
@@ -353,6 +354,48 @@ def test_less_is_kept_for_backward() -> None:
         config = Config(model=ModelConfig("resnet50", batch_norm_backend=backend), precision="bf16", compile="false")
         kept[backend] = estimate_memory(config, 8, torch.device("cpu")).kept
     assert kept["triton_conv"] < 0.95 * kept["triton"]
+
+
+def memory_traffic(passes: dict[str, int], additions: int) -> tuple[float, float, float]:
+    """Return MB that the convolutions, BatchNorms and additions of gradients of a ResNet-50 read and write for a view in bf16.
+
+    passes: reads and writes of a BatchNorm's output by all of its passes, by the last part of its name; stem: the first one.
+    additions: reads and writes of the input of a block, to add the gradients of its two paths. Weights are left out."""
+    model = timm.create_model("resnet50", num_classes=0).to("meta")
+    convolutions = norms = inputs = 0
+
+    def count(name: str, module: Any, x: Tensor, y: Tensor) -> None:
+        nonlocal convolutions, norms, inputs
+        if isinstance(module, nn.Conv2d):
+            # A 1x1 convolution with a stride reads only the pixels that it uses.
+            read = x.numel() // (module.stride[0] ** 2 if module.kernel_size == (1, 1) else 1)
+            # forward, gradient of the weight, and, except for pixels, gradient of the input
+            convolutions += 2 * (read + y.numel()) + (x.numel() + y.numel()) * (name != "conv1")
+        elif isinstance(module, nn.BatchNorm2d):
+            kind = "stem" if name == "bn1" else name.rpartition(".")[2]
+            norms += passes[kind] * y.numel()
+        elif isinstance(module, Bottleneck):
+            inputs += x.numel()
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda module, x, y, name=name: count(name, module, x[0], y))
+    model(torch.empty(1, 3, 224, 224, device="meta"))
+    return tuple(round(2 * size / 1e6, 1) for size in (convolutions, norms, additions * inputs))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("backend", "passes", "additions"),
+    [  # the BatchNorms of the stem, of a block, and of the shortcut, whose module has the number 1
+        ("eager torch", {"stem": 13, "bn1": 13, "bn2": 13, "bn3": 16, "1": 8}, 3),
+        ("compiled torch", {"stem": 10, "bn1": 10, "bn2": 10, "bn3": 12, "1": 8}, 1),
+        ("`triton`", {"stem": 8, "bn1": 8, "bn2": 8, "bn3": 11, "1": 8}, 3),
+        ("`triton_conv`", {"stem": 8, "bn1": 6, "bn2": 5, "bn3": 9, "1": 6}, 3),
+    ],
+)
+def test_the_readme_has_the_memory_traffic(backend: str, passes: dict[str, int], additions: int) -> None:
+    found = memory_traffic(passes, additions)
+    cells = [f"{size:.0f}" for size in (*found, sum(found))]
+    assert f"| {backend} | {' | '.join(cells)} |" in (ROOT / "kernels" / "README.md").read_text()
 
 
 @pytest.mark.slow
