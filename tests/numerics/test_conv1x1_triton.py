@@ -17,7 +17,9 @@ import timm
 import torch
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import conv1x1
 from tests.conftest import ROOT
@@ -277,7 +279,8 @@ def test_the_statistics_of_all_ranks_have_the_right_gradient(group_of_one: str) 
 def test_a_bottleneck_computes_the_same_or_is_refused(options: dict[str, Any], is_fused: bool) -> None:
     torch.manual_seed(0)
     downsample = nn.Sequential(nn.Conv2d(4, 8, 1, options.get("stride", 1), bias=False), nn.BatchNorm2d(8))
-    plain = nn.Sequential(Bottleneck(4, 2, downsample=downsample, **options)).double()
+    plain: Any = nn.Sequential(Bottleneck(4, 2, downsample=downsample, **options)).double()
+    plain = plain.to(memory_format=torch.channels_last)
     ours = fuse_activations(convert_batch_norm(copy.deepcopy(plain), 1, None, 1, kind=FusedBatchNorm)).to(DEVICE)
     if not is_fused:
         with pytest.raises(InputError, match="odd has none that it can fuse: set it to triton"):
@@ -396,6 +399,16 @@ def test_the_readme_has_the_memory_traffic(backend: str, passes: dict[str, int],
     found = memory_traffic(passes, additions)
     cells = [f"{size:.0f}" for size in (*found, sum(found))]
     assert f"| {backend} | {' | '.join(cells)} |" in (ROOT / "kernels" / "README.md").read_text()
+
+
+def test_a_compiler_with_a_memory_budget_knows_the_cost_of_a_convolution() -> None:
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        x, weight = torch.empty(2, 5, 9, 9), torch.empty(3, 5)
+        conv1x1.forward(x, weight, None, 1, 2)
+        counted = counter.get_total_flops()
+        F.conv2d(x, weight[..., None, None], stride=2)
+    assert counted > 0
+    assert counter.get_total_flops() == 2 * counted
 
 
 @pytest.mark.slow
