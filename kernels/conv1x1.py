@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
 from kernels.batch_norm import channels_last, register
 
@@ -88,15 +87,6 @@ forward = register(
     _forward,
     _fake_forward,
 )
-
-
-@register_flop_formula(forward)
-def _forward_operations(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    """Count the operations from shapes. Otherwise a compiler with a memory budget takes the convolution for a cheap one, and
-    computes it again in backward."""
-    return conv_flop_count(x, [*weight, 1, 1], out_shape[0])
-
-
 weight_gradient = register(
     "conv1x1_weight_gradient",
     "(Tensor g, Tensor y, Tensor after, Tensor x, Tensor? before, bool relu, int stride) -> Tensor",
