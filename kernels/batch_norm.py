@@ -76,7 +76,7 @@ def _fake_gradient(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(channels_last(x))
 
 
-def _register(name: str, schema: str, implementation: Any, fake: Any) -> Any:
+def register(name: str, schema: str, implementation: Any, fake: Any) -> Any:
     """Declare the operator wmse::NAME, its implementation, and the shapes of its results for torch.compile; return it."""
     _library.define(name + schema)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
@@ -84,20 +84,20 @@ def _register(name: str, schema: str, implementation: Any, fake: Any) -> Any:
     return getattr(torch.ops.wmse, name)
 
 
-moments = _register("batch_norm_moments", "(Tensor x, int parts) -> (Tensor, Tensor)", _moments, _fake_moments)
-normalise = _register(
+moments = register("batch_norm_moments", "(Tensor x, int parts) -> (Tensor, Tensor)", _moments, _fake_moments)
+normalise = register(
     "batch_norm_normalise",
     f"(Tensor x, {_STATISTICS}, Tensor? residual, float eps, bool relu) -> Tensor",
     _normalise,
     _fake_normalise,
 )
-sums = _register(
+sums = register(
     "batch_norm_sums",
     f"(Tensor dy, Tensor x, Tensor? y, {_STATISTICS}, float eps, bool relu) -> (Tensor, Tensor)",
     _sums,
     _fake_sums,
 )
-gradient = _register(
+gradient = register(
     "batch_norm_gradient",
     f"(Tensor dy, Tensor x, {_STATISTICS}, Tensor? sums, int samples, float eps, bool relu) -> Tensor",
     _gradient,

@@ -26,9 +26,11 @@ PROGRAMS = 1024  # of a launch, at most about as many as an H100 runs at once
 
 @triton.jit
 def _chunk(rows, chunk_rows, channels, COLUMNS: tl.constexpr):
-    """Return the offset of the first row, the number of rows, and the channels of a program. Grid: (chunks, columns, parts)."""
-    first = tl.program_id(0) * chunk_rows
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """Return the offset of the first row, the number of rows, and the channels of a program. Grid: (columns, chunks, parts).
+
+    Programs of neighbouring numbers, which run at the same time, so read the same rows."""
+    first = tl.program_id(1) * chunk_rows
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start = (tl.program_id(2).to(tl.int64) * rows + first) * channels
     return start, tl.minimum(rows - first, chunk_rows), columns
 
@@ -45,7 +47,7 @@ def _tile(first, count, columns, channels, ROWS: tl.constexpr):
 @triton.jit
 def _store_partial(results, values, columns, channels):
     """Store the sums of a program in (chunks, parts, C)."""
-    line = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+    line = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
     tl.store(results + line * channels + columns, values, mask=columns < channels)
 
 
@@ -77,6 +79,15 @@ def _normalised(x, centre, scale, shift):
     # Subtract the mean first: x scale + (shift - centre scale) would cancel digits if the mean is large.
     deviation = x - centre
     return tl.fma(deviation, tl.broadcast_to(scale, deviation.shape), tl.broadcast_to(shift, deviation.shape))
+
+
+@triton.jit
+def _line(sums, products, inverse, scale, samples, columns, channels):
+    """Return slope and constant of dx = scale g + slope (x - mean) + constant."""
+    part = tl.program_id(2) * channels
+    constant = -scale * _of_channels(sums + part, columns, channels, scale.dtype) / samples
+    slope = -scale * inverse * inverse * _of_channels(products + part, columns, channels, scale.dtype) / samples
+    return slope, constant
 
 
 @triton.jit
@@ -255,10 +266,7 @@ def gradient(
     start, count, columns = _chunk(rows, chunk_rows, channels, COLUMNS)
     centre, inverse, scale, shift = _scaling(mean, var, weight, bias, eps, columns, channels)
     if sums is not None:
-        # dx = scale g + slope (x - mean) + constant
-        part = tl.program_id(2) * channels
-        constant = -scale * _of_channels(sums + part, columns, channels, centre.dtype) / samples
-        slope = -scale * inverse * inverse * _of_channels(products + part, columns, channels, centre.dtype) / samples
+        slope, constant = _line(sums, products, inverse, scale, samples, columns, channels)
     for first in range(0, count, ROWS):
         at, inside = _tile(first, count, columns, channels, ROWS)
         g = tl.load(dy + start + at, mask=inside, other=0.0).to(centre.dtype)
@@ -276,14 +284,21 @@ def moments(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance (P, C) of the rows of each part."""
     grid, sizes, constants = _launch(x, parts)
     channels = x.shape[1]
-    means, squares = torch.empty(2, grid[0], parts, channels, dtype=compute_dtype(x), device=x.device)
-    mean, var = means.new_empty(2, parts, channels)
+    means, squares = torch.empty(2, grid[1], parts, channels, dtype=compute_dtype(x), device=x.device)
     partial_moments[grid](x, means, squares, *sizes, **constants)
-    # Few programs have work, so each one reads many chunks of few channels at a time.
+    return joint_moments(means, squares, sizes)
+
+
+def joint_moments(means: Tensor, squares: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance (P, C) from the moments (chunks, P, C) of all chunks. sizes: of `division`."""
+    chunks, parts, channels = means.shape
     rows, chunk_rows, _ = sizes
+    # Two results of an operator must not share memory.
+    mean, var = (means.new_empty(parts, channels) for _ in range(2))
+    # Few programs have work, so each one reads many chunks of few channels at a time.
     columns = 16
     join_moments[triton.cdiv(channels, columns), parts](
-        means, squares, mean, var, rows, chunk_rows, grid[0], channels, ROWS=TILE // columns, COLUMNS=columns
+        means, squares, mean, var, rows, chunk_rows, chunks, channels, ROWS=TILE // columns, COLUMNS=columns
     )
     return mean, var
 
@@ -305,7 +320,7 @@ def backward_sums(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the sums of g and of g (x - mean), (2, P, C), and g if y is given (otherwise an empty tensor)."""
     grid, sizes, constants = _launch(x, len(mean))
-    partial = torch.empty(2, grid[0], *mean.shape, dtype=mean.dtype, device=x.device)
+    partial = torch.empty(2, grid[1], *mean.shape, dtype=mean.dtype, device=x.device)
     g = dy.new_empty(0) if y is None else torch.empty_like(dy)
     partial_sums[grid](dy, x, y, mean, var, weight, bias, g, *partial, eps, *sizes, RELU=relu, **constants)
     return partial.sum(1), g
@@ -331,13 +346,18 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _launch(x: Tensor, parts: int) -> tuple[tuple[int, int, int], tuple[int, int, int], dict[str, Any]]:
     """Return grid, (rows, chunk_rows, channels) and the sizes of a tile for the rows of x."""
     channels = x.shape[1]
-    rows = x.numel() // (channels * parts)
     columns = min(triton.next_power_of_2(channels), 128)
     tile_rows = TILE // columns
-    # Cut each part into equal chunks of whole tiles.
+    grid, sizes = division(x.numel() // (channels * parts), channels, parts, tile_rows, columns)
+    return grid, sizes, {"ROWS": tile_rows, "COLUMNS": columns}
+
+
+def division(
+    rows: int, channels: int, parts: int, tile_rows: int, columns: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return a grid that cuts each part of `rows` rows into equal chunks of whole tiles, and (rows, chunk_rows, channels)."""
     column_blocks = triton.cdiv(channels, columns)
     tiles = triton.cdiv(rows, tile_rows)
     chunks = min(max(PROGRAMS // (column_blocks * parts), 1), tiles)
     chunk_rows = triton.cdiv(tiles, chunks) * tile_rows
-    grid = (triton.cdiv(rows, chunk_rows), column_blocks, parts)
-    return grid, (rows, chunk_rows, channels), {"ROWS": tile_rows, "COLUMNS": columns}
+    return (column_blocks, triton.cdiv(rows, chunk_rows), parts), (rows, chunk_rows, channels)

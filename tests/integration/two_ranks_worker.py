@@ -70,6 +70,7 @@ CASES = {
 
 if importlib.util.find_spec("triton"):
     CASES["3 views, per view, batch norm by triton, compiled"] = ("wmse", 3, 16, 1, 32, "per_view")
+    CASES["2 views, convolutions by triton_conv, compiled"] = ("wmse", 2, 16, 1, 32, "joint")
 
 
 PAIRS = ("wmse", 2, 8, 1, 32, "per_view")
@@ -83,6 +84,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
     has_queue = method_name in ("moco", "align_uniform")
     whitening = next((kind for kind in WHITENINGS if kind in name), "cholesky")
     statistics_of = "local" if "parts" in name or has_queue else "all"
+    backend = next((kind for kind in ("triton_conv", "triton") if kind in name), "torch")
     if name == "pairs":  # four ranks in pairs, or two ranks that each hold as much as a pair
         statistics_of = ranks.world_size // 2
     config = Config(
@@ -94,7 +96,7 @@ def run_case(name: str) -> dict[str, torch.Tensor]:
             encoder_batch_norm=norm,
             projector_batch_norm=norm,
             batch_norm_ranks=statistics_of,
-            batch_norm_backend="triton" if "triton" in name else "torch",
+            batch_norm_backend=backend,  # type: ignore[arg-type]
         ),
         wmse=WMSESettings(slice_size=slice_size, iterations=iterations, permutation_block=block, whitening=whitening),
         simclr=SimCLRSettings(temperature=0.5, whiten="whitened" in name, slice_size=slice_size),

@@ -1,9 +1,9 @@
 """Compiles every Triton kernel for a GPU that this machine may lack: `compile_kernels.py CAPABILITY WHAT...`.
 
-Each kernel is compiled as its module launches it: WHAT is lars, batch_norm, views:224 for views of 224 pixels, or
+Each kernel is compiled as its module launches it: WHAT is lars, batch_norm, conv1x1, views:224 for views of 224 pixels, or
 whitening:64 for embeddings of size 64. The result is JSON on stdout: registers per thread, bytes spilled, bytes of shared
-memory per program, number of loads of 16 bytes, and whether the code has TF32 or bfloat16. Run it in a new process, without
-TRITON_INTERPRET.
+memory per program, number of loads of 16 bytes, and whether the code has tensor-core instructions, TF32 or bfloat16. Run it
+in a new process, without TRITON_INTERPRET.
 """
 
 import json
@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import augment_triton, batch_norm_triton, lars_triton, whitening_triton
+from kernels import augment_triton, batch_norm_triton, conv1x1_triton, lars_triton, whitening_triton
 from kernels.augment_reference import LEVEL, SIGMA, TAPS, no_augmentation
 
 POINTERS = {
@@ -46,7 +46,8 @@ def compile_all(capability: int, what: str) -> list[dict[str, Any]]:
             source = ASTSource(kernel, types, constexprs=fixed, attrs=_attributes(named, fixed))
             options = {"num_warps": num_warps, "num_stages": num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            built.append({"kernel": kernel.fn.__name__, "what": what, **constants, **_resources(compiled, capability)})
+            found = {"kernel": kernel.fn.__name__, "what": what, "type": types[kernel.arg_names[0]].lstrip("*")}
+            built.append({**found, **constants, **_resources(compiled, capability)})
 
         return build
 
@@ -100,7 +101,34 @@ def batch_norms(_: int) -> None:
             batch_norm_triton.backward_gradient(x, x, mean, var, weight, weight, sums, 2048, 1e-5, relu_left)
 
 
-LAUNCHES = {"whitening": whitening, "lars": lars_updates, "batch_norm": batch_norms, "views": augmented_views}
+def convolutions(_: int) -> None:
+    """Launch the kernels for convolutions of a ResNet-50: conv1 and conv3 of its ends, and a downsample of stride 2."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for inputs, outputs, prologue, stride in (
+            (64, 64, False, 1), (64, 256, True, 1), (512, 2048, True, 1), (2048, 512, False, 1), (256, 512, False, 2)
+        ):  # fmt: skip
+            x = torch.empty(4, inputs, 56, 56, dtype=dtype)
+            y = torch.empty(4, outputs, 56 // stride, 56 // stride, dtype=dtype)
+            weight = torch.empty(outputs, inputs, dtype=dtype)
+            mean, parameter = torch.empty(1, inputs), torch.empty(inputs)
+            before = None
+            if prologue:
+                before = conv1x1_triton.norm_coefficients(mean, mean, parameter, parameter, None, 0, 1e-5)
+            mean, _ = conv1x1_triton.convolve(x, weight, before, y, 1, stride)
+            sums = torch.empty(2, *mean.shape)
+            after = conv1x1_triton.norm_coefficients(mean, mean, None, None, sums, 4096, 1e-5)
+            for relu in (True, False):
+                conv1x1_triton.gradient_of_weight(y, y, after, x, before, relu, stride)
+                conv1x1_triton.gradient_of_input(y, y, after, weight, x, before, relu, stride)
+
+
+LAUNCHES = {
+    "whitening": whitening,
+    "lars": lars_updates,
+    "batch_norm": batch_norms,
+    "conv1x1": convolutions,
+    "views": augmented_views,
+}
 
 
 def _attributes(arguments: dict[str, Any], fixed: dict[str, Any]) -> dict[tuple[int], list[list[Any]]]:
@@ -136,6 +164,8 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "spilled": int(spilled[1]),
         "shared": compiled.metadata.shared,
         "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.[bf]32", compiled.asm["ptx"])),
+        "tensor_cores": "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"],
+        "tf32": "tf32" in compiled.asm["ptx"],
         "rounds_products": "tf32" in compiled.asm["ptx"] or "bf16" in compiled.asm["ptx"],
     }
 

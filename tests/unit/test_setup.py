@@ -104,6 +104,11 @@ def test_a_set_of_another_size_gives_a_warning(tiny_config: Path, caplog: pytest
             ["--model.batch_norm_backend", "triton"],
             "model.batch_norm_backend triton needs an NVIDIA GPU .*set it to torch",
         ),
+        (
+            "0",
+            ["--model.batch_norm_backend", "triton_conv"],
+            "model.batch_norm_backend triton_conv needs an NVIDIA GPU .*set it to torch",
+        ),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_before_the_set_is_read(

@@ -172,9 +172,11 @@ class ModelConfig:
     batch_norm_ranks: Literal["local", "all"] | int = setting("local", between=(1, None))
     """Ranks over which BatchNorm computes its statistics. local: each rank alone. all: all ranks together. A number: groups of
     this many neighbouring ranks, for example the GPUs of a node, so that the statistics stay off the network."""
-    batch_norm_backend: Literal["torch", "triton"] = setting("torch", shapes_result=False)
+    batch_norm_backend: Literal["torch", "triton", "triton_conv"] = setting("torch", shapes_result=False)
     """How BatchNorm computes on a GPU. torch: with torch's operations. triton: with kernels that also add the residual and
-    apply ReLU, and read and write less; they have not run on a GPU yet. An evaluation always uses torch."""
+    apply ReLU, and read and write less. triton_conv: the same, and kernels for the 1x1 convolutions of ResNets with bottleneck
+    blocks, such as resnet50, that include the BatchNorms around them. The kernels have not run on a GPU yet. An evaluation
+    always uses torch."""
     activation_checkpointing: bool = setting(False, shapes_result=False)
     """Recompute the blocks of the encoder in backward instead of keeping their activations. Saves memory, costs time."""
     activation_memory_budget: float = setting(1.0, between=(0, 1), shapes_result=False)

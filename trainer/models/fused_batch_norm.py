@@ -7,7 +7,7 @@ and, with a residual, the output y, which the next convolution keeps anyway.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -24,9 +24,24 @@ def check_device(config: ModelConfig, device: torch.device) -> None:
     """Raise InputError if the backend of BatchNorm cannot run on this device."""
     from kernels.backends import why_not
 
-    reason = why_not(config.batch_norm_backend, device.type, size=1, in_float64=False)
+    if config.batch_norm_backend == "torch":
+        return
+    reason = why_not("triton", device.type, size=1, in_float64=False)
     if reason:
         raise InputError(f"model.batch_norm_backend {config.batch_norm_backend} {reason}: set it to torch")
+
+
+class Statistics(NamedTuple):
+    """Statistics by which a BatchNorm normalises."""
+
+    mean: Tensor
+    """(p, C)"""
+    var: Tensor
+    """(p, C), biased"""
+    samples: int
+    """Number of rows of each part, on all ranks of the group; 0: the running statistics, which do not depend on the input."""
+    group_name: str | None
+    """Process group over which they are taken; None: this rank."""
 
 
 class _Normalise(torch.autograd.Function):
@@ -55,27 +70,44 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight, bias and residual. Raises NotImplementedError under create_graph."""
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "BatchNorm by Triton kernels has no second derivative: call backward without create_graph, or set "
-                "model.batch_norm_backend to torch"
-            )
+        refuse_second_derivative()
         x, y, mean, var, weight, bias = ctx.saved_tensors
         own_sums, g = batch_norm.sums(dy, x, y, mean, var, weight, bias, ctx.eps, ctx.relu)
         relu = ctx.relu
         if y is not None:
             # From here on, g takes the place of dy, and y is not needed any more.
             dy, relu = g, False
-        sums = own_sums if ctx.samples else None
-        if sums is not None and ctx.group_name is not None:
-            sums = funcol.all_reduce(own_sums, "sum", ctx.group_name)
+        sums = joint_sums(own_sums, ctx.samples, ctx.group_name)
         dx = batch_norm.gradient(dy, x, mean, var, weight, bias, sums, ctx.samples, ctx.eps, relu)
-        # Gradients of weight and bias are those of this rank; DDP adds up the ranks.
-        sum_g, products = own_sums.unbind()
-        grad_weight = None if weight is None else (products * (var + ctx.eps).rsqrt()).sum(0).to(weight.dtype)
-        grad_bias = None if bias is None else sum_g.sum(0).to(bias.dtype)
+        grad_weight, grad_bias = parameter_gradients(own_sums, var, weight, bias, ctx.eps)
         grad_residual = dy if ctx.has_residual else None
         return dx, grad_weight, grad_bias, grad_residual, None, None, None, None, None, None
+
+
+def refuse_second_derivative() -> None:
+    """Raise NotImplementedError if this backward runs under create_graph."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "BatchNorm by Triton kernels has no second derivative: call backward without create_graph, or set "
+            "model.batch_norm_backend to torch"
+        )
+
+
+def joint_sums(own_sums: Tensor, samples: int, group_name: Any) -> Tensor | None:
+    """Return the sums (2, p, C) of the backward over the rows of the `Statistics`; None: these do not depend on the rows."""
+    if samples and group_name is not None:
+        return funcol.all_reduce(own_sums, "sum", group_name)
+    return own_sums if samples else None
+
+
+def parameter_gradients(
+    own_sums: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias from the sums of this rank. DDP adds up the ranks."""
+    sum_g, products = own_sums.unbind()
+    grad_weight = None if weight is None else (products * (var + eps).rsqrt()).sum(0).to(weight.dtype)
+    grad_bias = None if bias is None else sum_g.sum(0).to(bias.dtype)
+    return grad_weight, grad_bias
 
 
 class FusedBatchNorm(ViewBatchNorm):
@@ -96,30 +128,43 @@ class FusedBatchNorm(ViewBatchNorm):
         """Normalise x (p*N, C, ...) and add the residual of the same shape.
 
         Raises ValueError if the rows do not divide into equal parts, or if a part has too few values for a variance."""
-        group_name, samples = None, 0
-        mean, var = self.running_mean[None], self.running_var[None]
-        if self.training:
-            group_name = self.group_name
-            parts = len(x) // self.rows if self.rows and group_name is None else self.num_views
-            with torch.no_grad():
-                mean, var, samples = self._statistics(x, parts)
+        mean, var, samples, group_name = self.statistics_of(x)
         y = _Normalise.apply(x, self.weight, self.bias, residual, mean, var, self.eps, self.relu, samples, group_name)
         return self.after(y)
 
-    def _statistics(self, x: Tensor, parts: int) -> tuple[Tensor, Tensor, int]:
-        """Return mean and variance (p, C) and the number of values of each, and update the running statistics."""
-        if parts < 1 or len(x) % parts:
-            raise ValueError(f"BatchNorm takes statistics of {parts} equal parts, but its input has {len(x)} rows")
-        samples = x[:, 0].numel() // parts * (self.world_size if self.group_name else 1)
+    def statistics_of(self, x: Tensor) -> Statistics:
+        """Return the statistics of x and update the running ones; in evaluation mode return the running ones."""
+        if not self.training:
+            return self._running()
+        with torch.no_grad():
+            mean, var = batch_norm.moments(x, self.parts_of(len(x)))
+            return self.statistics_from(mean, var, x)
+
+    def statistics_from(self, mean: Tensor, var: Tensor, x: Tensor) -> Statistics:
+        """Return the same as `statistics_of` from the moments (p, C) of this rank's x."""
+        if not self.training:
+            return self._running()
+        samples = x[:, 0].numel() // len(mean) * (self.world_size if self.group_name else 1)
         if samples < 2:
             raise ValueError(
                 f"BatchNorm needs at least 2 values for each channel, but an input {tuple(x.shape)} has {samples}"
             )
-        mean, var = batch_norm.moments(x, parts)
         if self.group_name is not None:
             mean, var = over_ranks(mean, var, self.group_name, self.world_size)
         self._update_running(mean, var * (samples / (samples - 1)))
-        return mean, var, samples
+        return Statistics(mean, var, samples, self.group_name)
+
+    def parts_of(self, num_rows: int) -> int:
+        """Return the number of parts of an input. Raises ValueError if they are not equal."""
+        if not self.training:
+            return 1
+        parts = num_rows // self.rows if self.rows and self.group_name is None else self.num_views
+        if parts < 1 or num_rows % parts:
+            raise ValueError(f"BatchNorm takes statistics of {parts} equal parts, but its input has {num_rows} rows")
+        return parts
+
+    def _running(self) -> Statistics:
+        return Statistics(self.running_mean[None], self.running_var[None], 0, None)
 
 
 def fuse_activations(module: nn.Module) -> nn.Module:
@@ -143,7 +188,7 @@ def fuse_activations(module: nn.Module) -> nn.Module:
             if isinstance(part.drop_block, nn.Identity):
                 _fuse(part, "bn2", "act2")
             if _adds_directly(part) and _fuse(part, "bn3", "act3"):
-                part.__class__ = _FusedBottleneck
+                part.__class__ = FusedBottleneck
     return module
 
 
@@ -172,7 +217,7 @@ class _FusedBasicBlock(BasicBlock):
         return self.bn2(self.conv2(self.aa(x)), shortcut)
 
 
-class _FusedBottleneck(Bottleneck):
+class FusedBottleneck(Bottleneck):
     """timm's Bottleneck, whose last BatchNorm adds the residual and applies ReLU."""
 
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -40,6 +40,10 @@ class EncoderNetwork(nn.Module):
         self.num_features = count_features(encoder)
         statistics = config.model.encoder_batch_norm
         self.encoder: Any = _with_batch_norm(encoder, config, statistics, batch_norm_group, world_size, batch_norm_rows)
+        if config.model.batch_norm_backend == "triton_conv":
+            from trainer.models.fused_convolution import fuse_convolutions  # an evaluation needs no kernels
+
+            fuse_convolutions(self.encoder, config.model.backbone)
         stop_counting_batches(self)
         # The online probe sets this.
         self.keeps_features = False
