@@ -1,8 +1,10 @@
 """wmse tune checks a choice before it times it, takes only what is faster, and writes settings that a run can load."""
 
 import math
+import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def outcome_of(monkeypatch: pytest.MonkeyPatch, part: Part, make: Callable[..., 
     monkeypatch.setitem(PARTS, "toy", part)
     monkeypatch.setattr(run, "all_choices", lambda *_: [THREADS])
     tuning = Tuning()
-    list(tune(make, CPU, 0.01, tuning))
+    list(tune(make, CPU, 0.01, tuning, in_process=True))
     return tuning.tried[0][1], tuning
 
 
@@ -108,7 +110,7 @@ def test_a_choice_that_fails_is_named_and_the_next_ones_are_tried(
     monkeypatch.setitem(PARTS, "toy", toy_part(with_two_threads(5e-4)))
     monkeypatch.setattr(run, "all_choices", lambda *_: [Choice({"data.prefetch_batches": "5"}, "failing"), THREADS])
     tuning = Tuning()
-    list(tune(make, CPU, 0.01, tuning))
+    list(tune(make, CPU, 0.01, tuning, in_process=True))
     (_, failed), (_, taken) = tuning.tried
     assert failed.why == f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
     assert taken.taken
@@ -124,12 +126,39 @@ def test_settings_that_run_out_of_memory_give_way(monkeypatch: pytest.MonkeyPatc
     assert (outcome.taken, outcome.why) == (True, "the settings so far run out of memory")
 
 
+def end_the_process(*_: Any) -> Outcome:
+    os._exit(3)
+
+
+def take_too_long(*_: Any) -> Outcome:
+    time.sleep(60)
+    raise AssertionError("was not ended")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("comparison", "minutes", "why"),
+    [(end_the_process, 2.0, "it ended its process"), (take_too_long, 0.05, "took too long to check")],
+)
+def test_a_choice_that_ends_or_holds_its_process_loses_only_itself(
+    comparison: Any, minutes: float, why: str, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Config]
+) -> None:
+    monkeypatch.setattr(run, "compare", comparison)
+    monkeypatch.setattr(run, "all_choices", lambda *_: [THREADS, Choice({}, "toy", "is refused")])
+    began = time.monotonic()
+    tuning = Tuning()
+    list(tune(make, CPU, minutes, tuning))
+    assert why in tuning.tried[0][1].why
+    assert tuning.tried[1][1].why == "is refused"
+    assert time.monotonic() - began < 30
+
+
 def test_the_time_is_a_limit(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Config]) -> None:
     slow = toy_part(lambda _: time.sleep(0.05) or 1e-3)
     monkeypatch.setitem(PARTS, "toy", slow)
     monkeypatch.setattr(run, "all_choices", lambda *_: [THREADS] * 20)
     tuning = Tuning()
-    list(tune(make, CPU, 1e-5, tuning))
+    list(tune(make, CPU, 1e-5, tuning, in_process=True))
     assert [outcome.why for _, outcome in tuning.tried] == ["no time was left: give more --minutes"] * 20
 
 
@@ -194,6 +223,7 @@ def test_the_command_writes_settings_that_a_run_loads(
     monkeypatch.setitem(PARTS, "toy", toy_part(with_two_threads(5e-4)))
     monkeypatch.setattr(run, "all_choices", lambda *_: [THREADS, Choice({"compile": "true"}, "toy", "is slow")])
     out = tmp_path / "tuned.yaml"
+    monkeypatch.setattr(run, "tune", partial(tune, in_process=True))
     argv = ["tune", "--config", str(tiny_config), "--out", str(out), "--minutes", "0.01", "--data.root", str(tiny_set)]
     assert main([*argv, "--data.threads", "1"]) == 0
     printed = capsys.readouterr().out

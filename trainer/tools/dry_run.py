@@ -68,6 +68,12 @@ def setting_warnings(config: Config, world_size: int, device: torch.device) -> l
             f"compile is false with model.batch_norm_ranks {config.model.batch_norm_ranks}: BatchNorm then runs as separate "
             "operations, which keep about half as much memory again and take more time; set compile to auto"
         )
+    model = config.model
+    if compiled and model.batch_norm_backend == "triton_conv" and model.activation_memory_budget < 1:
+        lines.append(
+            f"model.activation_memory_budget is {model.activation_memory_budget:g} with model.batch_norm_backend "
+            "triton_conv: the compiler then computes the 1x1 convolutions again in backward; set the budget to 1"
+        )
     if config.tuned_for and config.tuned_for != tuned_for(device):
         lines.append(
             f"some settings were measured on {config.tuned_for}, but this is {tuned_for(device)}: run `wmse tune` again"

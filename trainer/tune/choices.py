@@ -66,6 +66,9 @@ def _of_step(config: Config, device: torch.device, minutes: float) -> Iterator[C
         other = "fp32" if autocast_dtype(config, device) else "bf16"
         yield Choice({"precision": other}, "step")
     yield Choice({"model.batch_norm_backend": "triton"}, "step", _needs_kernels(device))
+    # With a smaller budget the compiler would compute the 1x1 convolutions again.
+    convolutions = {"model.batch_norm_backend": "triton_conv", "model.activation_memory_budget": "1"}
+    yield Choice(convolutions, "step", _needs_kernels(device))
     if config.compile == "auto":
         reason = ""
         if not on_gpu and minutes < COMPILE_MINUTES:

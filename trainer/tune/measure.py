@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -67,6 +68,11 @@ def exact(config: Config) -> Config:
 def compare(part_name: str, best: Config, choice: Config, device: torch.device, seconds: float) -> Outcome:
     """Check the choice, and time it against `best` for about `seconds`."""
     part = PARTS[part_name]
+    # Free what the choice before has left.
+    gc.collect()
+    torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     reference = part.values(exact(best), device)
     error, problem = _check(part, reference, part.values(best, device), part.values(choice, device))
     if problem:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,9 @@ from trainer.tune.choices import Choice, all_choices
 from trainer.tune.measure import Outcome, compare
 
 SHARE = 0.6  # of the time of a choice that is left for timing; building, checking and compiling take the rest
+MOST_OF_THE_REST = 0.5  # of the time that is left, for one choice
 NAN = float("nan")
+Make = Callable[[Mapping[str, str]], Config]
 
 
 @dataclass
@@ -30,34 +33,43 @@ class Tuning:
 
 
 def tune(
-    make: Callable[[Mapping[str, str]], Config], device: torch.device, minutes: float, tuning: Tuning
+    make: Callable[[Mapping[str, str]], Config],
+    device: torch.device,
+    minutes: float,
+    tuning: Tuning,
+    *,
+    in_process: bool = False,
 ) -> Iterator[Choice]:
     """Try every choice and note it in `tuning`, so that an interruption loses nothing. Yields each before it is tried.
 
-    make: returns the recipe with settings over it; raises InputError if they do not fit."""
+    make: returns the recipe with settings over it; raises InputError if they do not fit. in_process: compare in this process,
+    which a choice can then end or hold up."""
     end = time.monotonic() + 60 * minutes
     choices = all_choices(make({}), device, minutes)
     left = sum(not choice.refused for choice in choices)
-    for choice in choices:
-        if choice.refused:
-            tuning.tried.append((choice, _not_tried(choice.refused)))
-            continue
-        yield choice
-        seconds = (end - time.monotonic()) / left
-        left -= 1
-        outcome = _try(choice, make, tuning.settings, device, SHARE * seconds, end)
-        tuning.tried.append((choice, outcome))
-        if outcome.taken:
-            tuning.settings |= choice.settings
+    with nullcontext() if in_process else _Worker() as worker:
+        for choice in choices:
+            if choice.refused:
+                tuning.tried.append((choice, _not_tried(choice.refused)))
+                continue
+            yield choice
+            seconds = (end - time.monotonic()) / left
+            left -= 1
+            latest = end - (1 - MOST_OF_THE_REST) * (end - time.monotonic())
+            outcome = _try(choice, make, tuning.settings, device, SHARE * seconds, latest, worker)
+            tuning.tried.append((choice, outcome))
+            if outcome.taken:
+                tuning.settings |= choice.settings
 
 
 def _try(
     choice: Choice,
-    make: Callable[[Mapping[str, str]], Config],
+    make: Make,
     taken: Mapping[str, str],
     device: torch.device,
     seconds: float,
-    end: float,
+    latest: float,
+    worker: _Worker | None,
 ) -> Outcome:
     if seconds <= 0:
         return _not_tried("no time was left: give more --minutes")
@@ -65,9 +77,9 @@ def _try(
         best, other = make(taken), make({**taken, **choice.settings})
         if other == best:
             return _not_tried("is the recipe's value")
-        if device.type == "cuda":
-            return _in_a_process(choice.part, best, other, device, seconds, end)
-        return compare(choice.part, best, other, device, seconds)
+        if worker is None:
+            return compare(choice.part, best, other, device, seconds)
+        return worker.compare(choice.part, best, other, device, seconds, latest)
     except InputError as error:
         return _not_tried(f"refused: {error}")
     # A choice that fails must not lose the others; the table names it.
@@ -76,18 +88,42 @@ def _try(
         return _not_tried(f"failed: {type(error).__name__}: {first_line}")
 
 
-def _in_a_process(part: str, best: Config, choice: Config, device: torch.device, seconds: float, end: float) -> Outcome:
-    """Compare in a new process, because an illegal access of a kernel ends every later use of the GPU in its process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        future = pool.submit(compare, part, best, choice, device, seconds)
+class _Worker:
+    """A process that compares. A choice that ends it, or that takes too long, loses nothing but itself."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kill()
+
+    def compare(
+        self, part: str, best: Config, choice: Config, device: torch.device, seconds: float, latest: float
+    ) -> Outcome:
+        """Compare as `measure.compare`, until `latest` at most."""
+        if self._pool is None:
+            # A child of fork could not use CUDA.
+            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        future = self._pool.submit(compare, part, best, choice, device, seconds)
         try:
-            return future.result(timeout=max(1.0, end - time.monotonic()))
+            return future.result(timeout=max(1.0, latest - time.monotonic()))
         except FutureTimeoutError:
-            for process in list(pool._processes.values()):
-                process.kill()
-            return _not_tried("the time was over before it was built and checked: give more --minutes")
+            self._kill()
+            return _not_tried("took too long to check and time: give more --minutes")
         except BrokenProcessPool:
-            return _not_tried("failed: it ended the process")
+            self._kill()
+            return _not_tried("failed: it ended its process")
+
+    def _kill(self) -> None:
+        if self._pool is None:
+            return
+        for process in list(self._pool._processes.values()):
+            process.kill()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool = None
 
 
 def _not_tried(why: str) -> Outcome:
