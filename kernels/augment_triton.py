@@ -258,7 +258,7 @@ def augment(
         blocks = triton.cdiv(area, BLOCK)
         sharp[(num_sharp * blocks,)](
             table, as_floats, means, normalisation, out, area, blocks, COLOR=color, BLOCK=BLOCK
-        )  # fmt: skip
+        )
     if num_sharp < num_rows:
         margin = int(choices[:, TAPS].max()) // 2
         if margin > MOST_TAPS // 2:
@@ -266,9 +266,20 @@ def augment(
         tiles_y = triton.cdiv(size, HEIGHT - 2 * margin)
         tiles_x = triton.cdiv(size, WIDTH - 2 * margin)
         blurred[((num_rows - num_sharp) * tiles_y * tiles_x,)](
-            table[num_sharp:], as_floats[num_sharp:], means, normalisation, out, size, margin, tiles_y, tiles_x,
-            COLOR=color, HEIGHT=HEIGHT, WIDTH=WIDTH, num_warps=8,
-        )  # fmt: skip
+            table[num_sharp:],
+            as_floats[num_sharp:],
+            means,
+            normalisation,
+            out,
+            size,
+            margin,
+            tiles_y,
+            tiles_x,
+            COLOR=color,
+            HEIGHT=HEIGHT,
+            WIDTH=WIDTH,
+            num_warps=8,
+        )
 
 
 def _table(views: Sequence[Tensor], choices: NDArray[np.float32], order: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -40,9 +40,15 @@ def _fake_moments(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def _normalise(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    eps: float, relu: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> Tensor:
     residual = None if residual is None else channels_last(residual)
     return _kernels().normalise(channels_last(x), mean, var, weight, bias, residual, eps, relu)
 
@@ -52,9 +58,16 @@ def _fake_normalise(x: Tensor, *_: Any) -> Tensor:
 
 
 def _sums(
-    dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, relu: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
     y = None if y is None else channels_last(y)
     return _kernels().backward_sums(channels_last(dy), channels_last(x), y, mean, var, weight, bias, eps, relu)
 
@@ -65,9 +78,17 @@ def _fake_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, *_: Any) -
 
 
 def _gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None,
-    samples: int, eps: float, relu: bool,
-) -> Tensor:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor | None,
+    samples: int,
+    eps: float,
+    relu: bool,
+) -> Tensor:
     dy, x = channels_last(dy), channels_last(x)
     return _kernels().backward_gradient(dy, x, mean, var, weight, bias, sums, samples, eps, relu)
 

@@ -304,9 +304,15 @@ def joint_moments(means: Tensor, squares: Tensor, sizes: tuple[int, int, int]) -
 
 
 def normalise(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    eps: float, relu: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> Tensor:
     """Return y in the type and layout of x."""
     grid, sizes, constants = _launch(x, len(mean))
     y = torch.empty_like(x)
@@ -315,9 +321,16 @@ def normalise(
 
 
 def backward_sums(
-    dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, relu: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
     """Return the sums of g and of g (x - mean), (2, P, C), and g if y is given (otherwise an empty tensor)."""
     grid, sizes, constants = _launch(x, len(mean))
     partial = torch.empty(2, grid[1], *mean.shape, dtype=mean.dtype, device=x.device)
@@ -327,9 +340,17 @@ def backward_sums(
 
 
 def backward_gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None,
-    samples: int, eps: float, relu: bool,
-) -> Tensor:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor | None,
+    samples: int,
+    eps: float,
+    relu: bool,
+) -> Tensor:
     """Return dx. sums: of `backward_sums` over all `samples` rows of a part, or None if mean and var do not depend on x."""
     grid, sizes, constants = _launch(x, len(mean))
     dx = torch.empty_like(x)

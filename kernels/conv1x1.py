@@ -53,7 +53,9 @@ def _empty_output(x: Tensor, weight: Tensor, stride: int) -> Tensor:
 def _weight_gradient(
     g: Tensor, y: Tensor, after: Tensor, x: Tensor, before: Tensor | None, relu: bool, stride: int
 ) -> Tensor:
-    g, y, x = channels_last(g), channels_last(y), channels_last(x)
+    g = channels_last(g)
+    y = channels_last(y)
+    x = channels_last(x)
     return _kernels().gradient_of_weight(g, y, after, x, before, relu, stride)
 
 
@@ -64,7 +66,9 @@ def _fake_weight_gradient(g: Tensor, y: Tensor, after: Tensor, x: Tensor, *_: An
 def _input_gradient(
     g: Tensor, y: Tensor, after: Tensor, weight: Tensor, x: Tensor, before: Tensor | None, relu: bool, stride: int
 ) -> tuple[Tensor, Tensor]:
-    g, y, x = channels_last(g), channels_last(y), channels_last(x)
+    g = channels_last(g)
+    y = channels_last(y)
+    x = channels_last(x)
     return _kernels().gradient_of_input(g, y, after, weight.contiguous(), x, before, relu, stride)
 
 

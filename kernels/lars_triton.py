@@ -207,9 +207,19 @@ class GroupUpdate:
         """
         trust = rule.trust_coefficient
         update[self._grid](
-            *self._tables, scale, failed, rate_inside, rate_outside, rule.momentum, rule.weight_decay, trust or 0.0,
-            *self._counts, ADAPT=trust is not None, LARC=rule.larc, **self._constants,
-        )  # fmt: skip
+            *self._tables,
+            scale,
+            failed,
+            rate_inside,
+            rate_outside,
+            rule.momentum,
+            rule.weight_decay,
+            trust or 0.0,
+            *self._counts,
+            ADAPT=trust is not None,
+            LARC=rule.larc,
+            **self._constants,
+        )
 
     @property
     def _tables(self) -> tuple[Tensor, ...]:

@@ -70,9 +70,22 @@ def forward(
     lower_tiles = tiles * (tiles + 1) // 2
     triton_products.covariance[(batch, lower_tiles)](x, w, mean, variance, num_rows, size, ROWS=t.rows, TILE=t.tile)
     triton_factor.factor[(batch,)](
-        w, mean, variance, u, ok_bytes, min_pivot, eps, resolution, input_noise, size,
-        SHRINK=eps > 0, PANEL=t.panel, WIDTH=t.width, num_warps=factor_warps or t.factor_warps, num_stages=1,
-    )  # fmt: skip
+        w,
+        mean,
+        variance,
+        u,
+        ok_bytes,
+        min_pivot,
+        eps,
+        resolution,
+        input_noise,
+        size,
+        SHRINK=eps > 0,
+        PANEL=t.panel,
+        WIDTH=t.width,
+        num_warps=factor_warps or t.factor_warps,
+        num_stages=1,
+    )
     row_blocks = triton.cdiv(num_rows, t.rows)
     triton_products.apply[(batch, row_blocks, tiles)](
         x, mean, w, ok_bytes, z, num_rows, size, ROWS=t.rows, TILE=t.tile, DEPTH=t.depth
@@ -103,7 +116,24 @@ def backward(grad_z: Tensor, z: Tensor, w: Tensor, u: Tensor, ok: Tensor, eps: f
     scale = (1 - eps) / (num_rows - 1)
     eps_scale = eps / (size * (num_rows - 1))
     triton_products.gradient[(batch, row_blocks, tiles)](
-        grad_z, mean_g, z, w, hw, u, trace, ok.view(torch.uint8), grad_x, scale, eps_scale, num_rows, size, num_shares,
-        SHRINK=eps > 0, SHARES=triton.next_power_of_2(num_shares), ROWS=t.rows, TILE=t.tile, DEPTH=t.depth,
-    )  # fmt: skip
+        grad_z,
+        mean_g,
+        z,
+        w,
+        hw,
+        u,
+        trace,
+        ok.view(torch.uint8),
+        grad_x,
+        scale,
+        eps_scale,
+        num_rows,
+        size,
+        num_shares,
+        SHRINK=eps > 0,
+        SHARES=triton.next_power_of_2(num_shares),
+        ROWS=t.rows,
+        TILE=t.tile,
+        DEPTH=t.depth,
+    )
     return grad_x

@@ -67,8 +67,20 @@ class Site:
 SITE_KEYS = tuple(f.name for f in dataclasses.fields(Site))
 
 # Options of sbatch that `wmse launch` sets itself.
-_OWN_OPTIONS = ("array", "error", "job-name", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output",
-                "requeue", "signal", "time")  # fmt: skip
+_OWN_OPTIONS = (
+    "array",
+    "error",
+    "job-name",
+    "nodes",
+    "no-requeue",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "requeue",
+    "signal",
+    "time",
+)
 
 
 def load_site(path: Path | None, words: Sequence[str]) -> Site:

@@ -138,8 +138,18 @@ class Toy:
         return [] if code == 0 else [f"{run_dir.name} ended with exit code {code}: {run.output()}"]
 
 
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
-              "SLURM_NTASKS", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")  # fmt: skip
+_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_JOB_ID",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 def differences(run_dir: Path, whole: Path) -> list[str]:

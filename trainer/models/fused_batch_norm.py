@@ -52,9 +52,18 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, mean: Tensor, var: Tensor,
-        eps: float, relu: bool, samples: int, group_name: str | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+        relu: bool,
+        samples: int,
+        group_name: str | None,
+    ) -> Tensor:
         """samples: number of rows whose statistics are a line of mean and var, on all ranks of the group; 0: rows of others."""
         y = batch_norm.normalise(x, mean, var, weight, bias, residual, eps, relu)
         ctx.relu = relu

@@ -2,7 +2,7 @@
 
 A block is conv1 (1x1), bn1, ReLU, conv2 (3x3), bn2, ReLU, conv3 (1x1), bn3, shortcut, ReLU. conv1, conv3 and the convolution of
 the shortcut compute the statistics of the BatchNorm after them, and conv3 applies bn2 and its ReLU while it reads the output of
-conv2. That of bn2 is thus never stored. Autograd keeps the inputs and outputs of the convolutions.
+conv2. The output of bn2 is thus never stored. Autograd keeps the inputs and outputs of the convolutions.
 """
 
 from __future__ import annotations
@@ -112,9 +112,20 @@ def convolve_and_normalise(
         y, *moments = conv1x1.forward(x, weight, coefficients, norm.parts_of(len(x)), stride)
         mean, var, *counted = norm.statistics_from(*moments, y)
     return _ConvolveNormalise.apply(
-        x, convolution.weight, residual, norm.weight, norm.bias, weight, y, mean, var, *given,
-        (norm.eps, norm.relu, *counted), options, stride,
-    )  # fmt: skip
+        x,
+        convolution.weight,
+        residual,
+        norm.weight,
+        norm.bias,
+        weight,
+        y,
+        mean,
+        var,
+        *given,
+        (norm.eps, norm.relu, *counted),
+        options,
+        stride,
+    )
 
 
 class _ConvolveNormalise(torch.autograd.Function):
@@ -124,11 +135,25 @@ class _ConvolveNormalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-        weight: Tensor, y: Tensor, mean: Tensor, var: Tensor, before_weight: Tensor | None, before_bias: Tensor | None,
-        before_mean: Tensor | None, before_var: Tensor | None, before: Tensor | None,
-        norm_options: tuple[float, bool, int, str | None], before_options: tuple[Any, ...], stride: int,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        parameter: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        y: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        before_weight: Tensor | None,
+        before_bias: Tensor | None,
+        before_mean: Tensor | None,
+        before_var: Tensor | None,
+        before: Tensor | None,
+        norm_options: tuple[float, bool, int, str | None],
+        before_options: tuple[Any, ...],
+        stride: int,
+    ) -> Tensor:
         """parameter: weight of the convolution as trained. weight: the same in the type of x, (O, I). before: coefficients.
 
         The options are eps, for `norm` whether it has a ReLU, and number of samples and group of the `Statistics`."""
@@ -138,9 +163,21 @@ class _ConvolveNormalise(torch.autograd.Function):
         ctx.has_residual = residual is not None
         kept_out = out if ctx.has_residual and relu else None
         ctx.save_for_backward(
-            x, parameter, weight, y, kept_out, mean, var, norm_weight, norm_bias,
-            before_mean, before_var, before_weight, before_bias, before,
-        )  # fmt: skip
+            x,
+            parameter,
+            weight,
+            y,
+            kept_out,
+            mean,
+            var,
+            norm_weight,
+            norm_bias,
+            before_mean,
+            before_var,
+            before_weight,
+            before_bias,
+            before,
+        )
         return out
 
     @staticmethod

@@ -19,8 +19,21 @@ from trainer.errors import InputError
 
 _log = logging.getLogger(__name__)
 _LOG_BYTES = 32 << 20  # size at which log.txt is renamed to log.txt.1
-_FILES = (".lock", "log.txt", "log.txt.1", "metrics.jsonl", "config.yaml", "state.json", "quarantine.jsonl", "images.index",
-          "launch.json", "starts.jsonl", "stop", "certificate.json", "trackers.json")  # fmt: skip
+_FILES = (
+    ".lock",
+    "log.txt",
+    "log.txt.1",
+    "metrics.jsonl",
+    "config.yaml",
+    "state.json",
+    "quarantine.jsonl",
+    "images.index",
+    "launch.json",
+    "starts.jsonl",
+    "stop",
+    "certificate.json",
+    "trackers.json",
+)
 _FOLDERS = ("checkpoints", "tensorboard", "eval")
 _KINDS = {
     stat.S_IFREG: "a file",

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
-        "--config", type=Path, action="append", required=True, metavar="FILE",
+        "--config",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="FILE",
         help="experiment: a YAML file or the name of a recipe in configs/; later files override earlier ones",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("tuned.yaml"), metavar="FILE", help="file to write (default tuned.yaml)"
     )

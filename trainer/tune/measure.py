@@ -121,16 +121,25 @@ def _check(part: Part, reference: list[Tensor], before: list[Tensor], after: lis
 
 def _loss(config: Config, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return the function that computes loss and gradient for the images of a step."""
-    images, views, wmse = config.data.images_per_step, config.views.num_views, config.wmse
+    images = config.data.images_per_step
+    views = config.views.num_views
+    wmse = config.wmse
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(views * images, config.model.embedding_size, generator=generator).to(device).requires_grad_()
     permutations = draw_permutations(wmse.iterations, images, torch.device("cpu"), generator).to(device)
 
     def loss_and_gradient() -> tuple[Tensor, Tensor]:
         loss = wmse_loss(
-            v, num_views=views, slice_size=wmse.slice_size, iterations=wmse.iterations, permutations=permutations,
-            normalize=wmse.normalize, eps=wmse.eps, backend=wmse.backend, cholesky_float64=wmse.cholesky_float64,
-        )  # fmt: skip
+            v,
+            num_views=views,
+            slice_size=wmse.slice_size,
+            iterations=wmse.iterations,
+            permutations=permutations,
+            normalize=wmse.normalize,
+            eps=wmse.eps,
+            backend=wmse.backend,
+            cholesky_float64=wmse.cholesky_float64,
+        )
         return loss, torch.autograd.grad(loss, v)[0]
 
     return loss_and_gradient
