@@ -374,7 +374,11 @@ def _launch(x: Tensor, parts: int) -> tuple[tuple[int, int, int], tuple[int, int
 
 
 def division(
-    rows: int, channels: int, parts: int, tile_rows: int, columns: int
+    rows: int,
+    channels: int,
+    parts: int,
+    tile_rows: int,
+    columns: int,
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Return a grid that cuts each part of `rows` rows into equal chunks of whole tiles, and (rows, chunk_rows, channels)."""
     column_blocks = triton.cdiv(channels, columns)

@@ -21,7 +21,13 @@ def _kernels() -> Any:
 
 
 def _coefficients(
-    mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None, samples: int, eps: float
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor | None,
+    samples: int,
+    eps: float,
 ) -> Tensor:
     return _kernels().norm_coefficients(mean, var, weight, bias, sums, samples, eps)
 
@@ -31,7 +37,11 @@ def _fake_coefficients(mean: Tensor, *_: Any) -> Tensor:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, before: Tensor | None, parts: int, stride: int
+    x: Tensor,
+    weight: Tensor,
+    before: Tensor | None,
+    parts: int,
+    stride: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = _empty_output(x, weight, stride)
     mean, var = _kernels().convolve(channels_last(x), weight.contiguous(), before, y, parts, stride)
@@ -51,7 +61,13 @@ def _empty_output(x: Tensor, weight: Tensor, stride: int) -> Tensor:
 
 
 def _weight_gradient(
-    g: Tensor, y: Tensor, after: Tensor, x: Tensor, before: Tensor | None, relu: bool, stride: int
+    g: Tensor,
+    y: Tensor,
+    after: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    relu: bool,
+    stride: int,
 ) -> Tensor:
     g = channels_last(g)
     y = channels_last(y)
@@ -64,7 +80,14 @@ def _fake_weight_gradient(g: Tensor, y: Tensor, after: Tensor, x: Tensor, *_: An
 
 
 def _input_gradient(
-    g: Tensor, y: Tensor, after: Tensor, weight: Tensor, x: Tensor, before: Tensor | None, relu: bool, stride: int
+    g: Tensor,
+    y: Tensor,
+    after: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    relu: bool,
+    stride: int,
 ) -> tuple[Tensor, Tensor]:
     g = channels_last(g)
     y = channels_last(y)
@@ -73,7 +96,13 @@ def _input_gradient(
 
 
 def _fake_input_gradient(
-    g: Tensor, y: Tensor, after: Tensor, weight: Tensor, x: Tensor, before: Tensor | None, *_: Any
+    g: Tensor,
+    y: Tensor,
+    after: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     channels = 0 if before is None else x.shape[1]
     return torch.empty_like(channels_last(x)), after.new_empty(2, after.shape[0], channels)

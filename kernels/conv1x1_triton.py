@@ -279,7 +279,13 @@ def input_gradient(
 
 
 def norm_coefficients(
-    mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, sums: Tensor | None, samples: int, eps: float
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor | None,
+    samples: int,
+    eps: float,
 ) -> Tensor:
     """Return the coefficients (P, 5, C) of a BatchNorm. sums (2, P, C) over `samples` rows, or None: only those of forward."""
     parts, channels = mean.shape
@@ -292,7 +298,12 @@ def norm_coefficients(
 
 
 def convolve(
-    x: Tensor, weight: Tensor, before: Tensor | None, y: Tensor, parts: int, stride: int
+    x: Tensor,
+    weight: Tensor,
+    before: Tensor | None,
+    y: Tensor,
+    parts: int,
+    stride: int,
 ) -> tuple[Tensor, Tensor]:
     """Write y (N, O, h, w), for x (N, I, H, W) and weight (O, I). Return mean and biased variance (P, O) of its parts."""
     rows = y.numel() // (y.shape[1] * parts)
@@ -304,7 +315,13 @@ def convolve(
 
 
 def gradient_of_weight(
-    g: Tensor, y: Tensor, after: Tensor, x: Tensor, before: Tensor | None, relu: bool, stride: int
+    g: Tensor,
+    y: Tensor,
+    after: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    relu: bool,
+    stride: int,
 ) -> Tensor:
     """Return dw (O, I) in the type of the coefficients."""
     parts, _, channels = after.shape
@@ -325,7 +342,14 @@ def gradient_of_weight(
 
 
 def gradient_of_input(
-    g: Tensor, y: Tensor, after: Tensor, weight: Tensor, x: Tensor, before: Tensor | None, relu: bool, stride: int
+    g: Tensor,
+    y: Tensor,
+    after: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    relu: bool,
+    stride: int,
 ) -> tuple[Tensor, Tensor]:
     """Return da and, if `before` is given, the sums (2, P, I) of da and of da (x - mean); otherwise an empty tensor."""
     parts, _, depth = after.shape

@@ -113,6 +113,7 @@ def parameter_gradients(
     own_sums: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of weight and bias from the sums of this rank. DDP adds up the ranks."""
+    # The kernels sum g (x - mean); its gradient is divided by the standard deviation.
     sum_g, products = own_sums.unbind()
     grad_weight = None if weight is None else (products * (var + eps).rsqrt()).sum(0).to(weight.dtype)
     grad_bias = None if bias is None else sum_g.sum(0).to(bias.dtype)
@@ -153,6 +154,7 @@ class FusedBatchNorm(ViewBatchNorm):
         """Return the same as `statistics_of` from the moments (p, C) of this rank's x."""
         if not self.training:
             return self._running()
+        # All ranks of the group hold the same number of rows.
         samples = x[:, 0].numel() // len(mean) * (self.world_size if self.group_name else 1)
         if samples < 2:
             raise ValueError(

@@ -90,7 +90,12 @@ class _ConvolutionShortcut(nn.Sequential):
 
 
 def convolve_and_normalise(
-    x: Tensor, convolution: Any, norm: Any, *, residual: Tensor | None = None, before: Any = None
+    x: Tensor,
+    convolution: Any,
+    norm: Any,
+    *,
+    residual: Tensor | None = None,
+    before: Any = None,
 ) -> Tensor:
     """Return norm(convolution(x), residual), or norm(convolution(before(x)), residual). `before` includes a ReLU.
 

@@ -57,11 +57,12 @@ def run_tune(own: argparse.Namespace, words: Sequence[str]) -> int:
     share = _images_of_a_rank(recipe, own.ranks)
 
     def make(settings: Mapping[str, str]) -> Config:
-        over = [
-            word
-            for key, value in {**settings, "data.images_per_step": str(share)}.items()
-            for word in (f"--{key}", value)
-        ]
+        # One rank alone has nobody to share statistics with.
+        of_one_rank = {"data.images_per_step": str(share), "model.batch_norm_ranks": "local"}
+        over: list[str] = []
+        for key, value in {**of_one_rank, **settings}.items():
+            over.append(f"--{key}")
+            over.append(value)
         config = load_config(own.config, [*words, *over])
         check_device(config, device)
         return config
@@ -92,11 +93,13 @@ def _show(tuning: Tuning) -> None:
 
     table = Table("choice", "what is timed", "before, ms", "after, ms", "ratio", "taken", "why")
     for choice, outcome in tuning.tried:
+        # A choice that was not timed has no figures.
+        figures = ["", "", ""]
         times = outcome.milliseconds
-        before, after = (f"{times[name]:.4g}" if times else "" for name in ("before", "after"))
-        ratio = f"{outcome.ratio:.3f}" if times else ""
+        if times:
+            figures = [f"{times['before']:.4g}", f"{times['after']:.4g}", f"{outcome.ratio:.3f}"]
         taken = "yes" if outcome.taken else "no"
-        table.add_row(choice.name, choice.part, before, after, ratio, taken, outcome.why)
+        table.add_row(choice.name, choice.part, *figures, taken, outcome.why)
     Console(width=160).print(table)
 
 
@@ -115,15 +118,18 @@ def _write(path: Path, tuning: Tuning, device: Any, own: argparse.Namespace) -> 
         f"# Written by wmse tune on {date.today()} for {' '.join(map(str, own.config))} on {own.ranks} rank(s).",
         f"# {found['device']}; {versions}; commit {found['commit']}",
     ]
+    # The comments say what was measured for the settings below them.
     for choice, outcome in tuning.tried:
-        if outcome.taken and outcome.milliseconds:
-            times = outcome.milliseconds
-            lines.append(
-                f"# {choice.name}: {choice.part} {times['before']:.4g} -> {times['after']:.4g} ms; {outcome.why}"
-            )
+        times = outcome.milliseconds
+        if outcome.taken and times:
+            before = f"{times['before']:.4g}"
+            after = f"{times['after']:.4g}"
+            lines.append(f"# {choice.name}: {choice.part} {before} -> {after} ms; {outcome.why}")
     content: dict[str, Any] = {"tuned_for": tuned_for(device)}
     for key, value in tuning.settings.items():
         section, _, name = key.rpartition(".")
-        (content.setdefault(section, {}) if section else content)[name] = read_value(value)
+        # A setting without a section stands at the top.
+        place = content.setdefault(section, {}) if section else content
+        place[name] = read_value(value)
     write_text(path, "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False))
     print(f"{len(tuning.settings)} setting(s) in {path}: use it by a further --config {path}")

@@ -73,6 +73,7 @@ def compare(part_name: str, best: Config, choice: Config, device: torch.device, 
     torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    # Nothing is timed before its result is known to be right.
     reference = part.values(exact(best), device)
     error, problem = _check(part, reference, part.values(best, device), part.values(choice, device))
     if problem:
@@ -90,6 +91,7 @@ def compare(part_name: str, best: Config, choice: Config, device: torch.device, 
         windows, seconds, min_calls=MIN_CALLS[device.type], num_windows=LOADER_WINDOWS if part.levels else 0
     )
     spreads = {name: spread(samples, 1e3) for name, samples in times.items()}
+    # A choice has to be faster by more than the noise.
     medians = {name: figure["median"] for name, figure in spreads.items()}
     ratio = medians["before"] / medians["after"]
     apart = spreads["after"]["quartile_3"] < spreads["before"]["quartile_1"]
@@ -125,7 +127,8 @@ def _loss(config: Config, device: torch.device) -> Callable[[], tuple[Tensor, Te
     views = config.views.num_views
     wmse = config.wmse
     generator = torch.Generator().manual_seed(0)
-    v = torch.randn(views * images, config.model.embedding_size, generator=generator).to(device).requires_grad_()
+    v = torch.randn(views * images, config.model.embedding_size, generator=generator)
+    v = v.to(device).requires_grad_()
     permutations = draw_permutations(wmse.iterations, images, torch.device("cpu"), generator).to(device)
 
     def loss_and_gradient() -> tuple[Tensor, Tensor]:

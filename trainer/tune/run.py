@@ -101,7 +101,13 @@ class _Worker:
         self._kill()
 
     def compare(
-        self, part: str, best: Config, choice: Config, device: torch.device, seconds: float, latest: float
+        self,
+        part: str,
+        best: Config,
+        choice: Config,
+        device: torch.device,
+        seconds: float,
+        latest: float,
     ) -> Outcome:
         """Compare as `measure.compare`, until `latest` at most."""
         if self._pool is None:
