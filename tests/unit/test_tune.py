@@ -190,6 +190,30 @@ def test_choices_that_this_device_lacks_give_the_reason(
     assert "give --minutes 3" in alone["compile true"]
 
 
+def test_a_step_that_does_not_fit_the_memory_is_not_tried(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.tune.choices.memory_gib", lambda _: (0.0, 0.001))
+    refused = {choice.name: choice.refused for choice in all_choices(make({}), CPU, 5.0)}
+    assert "a step needs about 0 of 0 GiB of memory: give a smaller" in refused["compile true"]
+    assert refused["data.threads 4"] == ""
+
+
+def test_a_faster_loader_is_not_taken_if_the_step_is_slower_anyway(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Config]
+) -> None:
+    monkeypatch.setitem(PARTS, "step", toy_part(lambda _: 0.01))
+    monkeypatch.setitem(PARTS, "loader", toy_part(with_two_threads(5e-4)))
+    step, loader = Choice({"compile": "true"}, "step"), Choice({"data.threads": "2"}, "loader")
+    for choices, taken in (([step, loader], False), ([loader], True)):
+        monkeypatch.setattr(run, "all_choices", lambda *_, choices=choices: choices)
+        tuning = Tuning()
+        list(tune(make, CPU, 0.01, tuning, in_process=True))
+        outcome = tuning.tried[-1][1]
+        assert outcome.taken == taken
+    assert tuning.settings == {"data.threads": "2"}
+
+
 @pytest.mark.slow
 def test_real_parts_compare_equal_settings_as_equal(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
@@ -245,7 +269,9 @@ def test_the_command_writes_settings_that_a_run_loads(
         (["--minutes", "0"], "--minutes is 0"),
         (["--ranks", "0"], "--ranks is 0"),
         (["--ranks", "7"], "cannot be divided evenly among 7 ranks"),
-        (["--out", "missing/tuned.yaml"], "a folder that exists"),
+        (["--out", "missing/tuned.yaml"], "its folder does not exist"),
+        (["--out", "/dev/null"], "wmse tune did not write"),
+        (["--data.root", "missing"], "missing"),
     ],
 )
 def test_wrong_options_are_refused_and_nothing_is_written(
@@ -257,8 +283,28 @@ def test_wrong_options_are_refused_and_nothing_is_written(
     assert not out.exists()
 
 
+def test_a_file_of_the_user_is_not_overwritten(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tiny_config.read_text()
+    assert main(["tune", "--config", str(tiny_config), "--out", str(tiny_config)]) == 2
+    assert "wmse tune did not write" in capsys.readouterr().err
+    assert tiny_config.read_text() == before
+
+
+def test_nothing_timed_is_a_failure(
+    tiny_config: Path,
+    tiny_set: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "all_choices", lambda *_: [Choice({"data.threads": "2"}, "toy", "is refused")])
+    argv = ["tune", "--config", str(tiny_config), "--out", str(tmp_path / "tuned.yaml"), "--data.root", str(tiny_set)]
+    assert main(argv) == 1
+    assert "nothing was timed" in capsys.readouterr().err
+
+
 def test_an_interruption_keeps_the_choices_so_far(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Path, tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(make: Any, device: Any, minutes: float, tuning: Tuning) -> Any:
         tuning.settings["data.threads"] = "2"
@@ -267,7 +313,7 @@ def test_an_interruption_keeps_the_choices_so_far(
 
     monkeypatch.setattr(run, "tune", interrupted)
     out = tmp_path / "tuned.yaml"
-    assert main(["tune", "--config", str(tiny_config), "--out", str(out)]) == 0
+    assert main(["tune", "--config", str(tiny_config), "--data.root", str(tiny_set), "--out", str(out)]) == 1
     assert yaml.safe_load(out.read_text())["data"] == {"threads": 2}
 
 

@@ -322,7 +322,7 @@ class Config:
     not finite, or if a check of the method fails."""
     stop_timeout_seconds: float = setting(60.0, between=(0.1, None), shapes_result=False)
     """Time in which a run must save and end after a signal, in seconds. A run that takes longer ends with exit code 75 and
-    without another checkpoint. Set it above the time of two steps, and below the time that the scheduler leaves between the
+    without another checkpoint. Set it above the time of three steps, and below the time that the scheduler leaves between the
     signal and the kill."""
     tuned_for: str = setting("", shapes_result=False)
     """Device and versions for which `wmse tune` wrote some of the settings. A run on others logs a warning. Empty: none."""

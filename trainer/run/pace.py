@@ -6,6 +6,7 @@ The sums of all ranks travel in the all-reduce of a logged line, and rank 0 divi
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import deque
@@ -22,8 +23,11 @@ from trainer.run.signals import StopRequest
 from trainer.run.step_times import StepTimes, seconds_between
 from trainer.step import TrainStep
 
+_log = logging.getLogger(__name__)
 WARM_STEPS = 3  # at a size of the views, before the step alone is measured: they compile and allocate
 ALONE_STEPS = 3  # measured; the median counts
+_FEWEST_USUAL = 10  # steps from which the fast ones of the run's own steps count
+_MOST_USUAL = 100
 _LONGEST_REST = 30.0  # seconds to wait until the loader has filled its queues
 _REST_WINDOW = 0.02
 _REST_USE = 0.25  # cores that a resting process may use
@@ -59,6 +63,7 @@ class Pace:
         self._is_new = False  # whether the time of the steps alone has to be left out of the next line
         self._end_of_last: Any = None
         self._waiting: deque[tuple[Any, StepTimes, _Before]] = deque()  # steps that the device may not have made yet
+        self._usual: deque[float] = deque(maxlen=_MOST_USUAL)  # seconds of the latest steps
         self._left_out = 0.0
         self._checkpoint = 0.0
         self._host_since = time.perf_counter()
@@ -98,13 +103,19 @@ class Pace:
 
     def _measure(self, batch: Batch, learning_rate: float, labels: Tensor | None) -> None:
         began = time.perf_counter()
+        _log.info("measuring the step alone: %d steps without an update, while the loader rests", ALONE_STEPS)
         self._applied = self._step.times
         _wait_for_rest(self._stop)
         alone = []
         for _ in range(ALONE_STEPS):
-            self._step(batch.views, batch.step, learning_rate, labels=labels, apply=False)
+            stop = self._stop.level
+            result = self._step(batch.views, batch.step, learning_rate, labels=labels, stop=stop, apply=False)
             alone.append(self._step.times)
+            # The ranks have agreed on the stop. On a GPU reading it would wait for the device, whose steps are short.
+            if self._step.device.type == "cpu" and result.flags.stop:
+                break
         self._alone = alone
+        self._usual.clear()
         self._is_new = True
         # The interval begins here. The wait for this step's batch lies before it.
         self._left_out += time.perf_counter() - began
@@ -130,6 +141,7 @@ class Pace:
         self._steps += 1
         self._seconds += seconds_between(end_of_last, times.end)
         self._forward += times.seconds("forward")
+        self._usual.append(times.seconds())
         # The host may be ahead of a GPU: only the time in which the device had nothing to do is lost.
         idle = seconds_between(end_of_last, times.begin)
         whole = sum(before)
@@ -171,10 +183,16 @@ class Pace:
         return taken
 
     def _alone_seconds(self) -> float:
-        """Return the seconds of a step alone, with the update of a step that was applied: on a CPU a skipped one is shorter."""
+        """Return the seconds of a step alone, with the update of a step that was applied: on a CPU a skipped one is shorter.
+
+        On a busy machine a few steps alone may be slow by chance. Then the fast ones of the usual steps count."""
         assert self._applied is not None
         without_update = statistics.median(times.seconds() - times.seconds("update") for times in self._alone)
-        return without_update + self._applied.seconds("update")
+        alone = without_update + self._applied.seconds("update")
+        if len(self._usual) < _FEWEST_USUAL:
+            return alone
+        fast = statistics.quantiles(self._usual, n=10)[0]
+        return min(alone, fast)
 
 
 def _wait_for_rest(stop: StopRequest) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.backends import why_not
 from trainer.config.schema import Config
-from trainer.distributed.device import autocast_dtype, compiles
+from trainer.distributed.device import autocast_dtype, compiles, memory_gib
+from trainer.tools.memory import estimate_memory
 
 COMPILE_MINUTES = 3.0  # a budget that has room for one more compilation
 AUTOTUNE_MINUTES = 15.0
@@ -30,6 +31,9 @@ class Choice:
     def name(self) -> str:
         """The settings as words."""
         return ", ".join(f"{key} {value}" for key, value in self.settings.items())
+
+
+MEMORY_SHARE = 0.6  # of the memory of a machine without a GPU, for a step and its check
 
 
 def all_choices(config: Config, device: torch.device, minutes: float) -> list[Choice]:
@@ -61,16 +65,17 @@ def _of_optimizer(config: Config, device: torch.device) -> Iterator[Choice]:
 
 def _of_step(config: Config, device: torch.device, minutes: float) -> Iterator[Choice]:
     on_gpu = device.type == "cuda"
+    too_large = "" if on_gpu else _too_large(config, device)
     # Only a recipe that leaves the precision open allows another one.
     if config.precision == "auto":
         other = "fp32" if autocast_dtype(config, device) else "bf16"
-        yield Choice({"precision": other}, "step")
-    yield Choice({"model.batch_norm_backend": "triton"}, "step", _needs_kernels(device))
+        yield Choice({"precision": other}, "step", too_large)
+    yield Choice({"model.batch_norm_backend": "triton"}, "step", _needs_kernels(device) or too_large)
     # With a smaller budget the compiler would compute the 1x1 convolutions again.
     convolutions = {"model.batch_norm_backend": "triton_conv", "model.activation_memory_budget": "1"}
-    yield Choice(convolutions, "step", _needs_kernels(device))
+    yield Choice(convolutions, "step", _needs_kernels(device) or too_large)
     if config.compile == "auto":
-        reason = ""
+        reason = too_large
         if not on_gpu and minutes < COMPILE_MINUTES:
             reason = f"takes minutes to compile: give --minutes {COMPILE_MINUTES:g} or more"
         yield Choice({"compile": "false" if compiles(config, device) else "true"}, "step", reason)
@@ -80,6 +85,18 @@ def _of_step(config: Config, device: torch.device, minutes: float) -> Iterator[C
     yield Choice({"model.activation_memory_budget": "0.9"}, "step", needs_gpu)
     too_short = f"takes 5 to 10 minutes: give --minutes {AUTOTUNE_MINUTES:g} or more"
     yield Choice({"autotune": "true"}, "step", needs_gpu or (too_short if minutes < AUTOTUNE_MINUTES else ""))
+
+
+def _too_large(config: Config, device: torch.device) -> str:
+    """Return why a step in float32, as its check makes it, does not fit the memory of this machine; empty: it does."""
+    exact_config = replace(config, precision="fp32", compile="false")
+    needed = estimate_memory(exact_config, config.data.images_per_step * config.views.num_views, device).total
+    _, limit_gib = memory_gib(device)
+    needed_gib = needed / 2**30
+    if needed_gib <= MEMORY_SHARE * limit_gib:
+        return ""
+    gibibytes = f"{needed_gib:.0f} of {limit_gib:.0f} GiB"
+    return f"a step needs about {gibibytes} of memory: give a smaller --data.images_per_step"
 
 
 def _of_loader(config: Config, device: torch.device) -> Iterator[Choice]:

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import DONE, InputError
+from trainer.errors import DONE, FAILED, InputError
 
 if TYPE_CHECKING:
     from trainer.tune.run import Tuning
+
+
+HEADER = "# Written by wmse tune"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,11 +43,11 @@ def run_tune(own: argparse.Namespace, words: Sequence[str]) -> int:
         raise InputError(f"--minutes is {own.minutes:g}: give a number above 0")
     if own.ranks < 1:
         raise InputError(f"--ranks is {own.ranks}: give at least 1")
-    if own.out.is_dir() or not own.out.resolve().parent.is_dir():
-        raise InputError(f"--out is {own.out}: give the name of a file in a folder that exists")
+    _check_out(own.out)
 
     from trainer.config.loading import load_config
     from trainer.config.schema import Config
+    from trainer.data.index import open_images
     from trainer.distributed.device import choose_device
     from trainer.distributed.ranks import Ranks, find_ranks
     from trainer.setup import check_device
@@ -67,16 +70,38 @@ def run_tune(own: argparse.Namespace, words: Sequence[str]) -> int:
         check_device(config, device)
         return config
 
-    make({})  # refuses a recipe that this device cannot run
+    # Refuse a recipe that this device cannot run, and images that cannot be opened.
+    make({})
+    if recipe.data.root:
+        open_images(recipe.data, recipe.data.train_split, progress=True)
     tuning = Tuning()
     try:
         for choice in tune(make, device, own.minutes, tuning):
+            # The file has the choices so far, whatever ends this process.
+            _write(own.out, tuning, device, own)
             print(f"trying {choice.name}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("interrupted: the choices so far are kept", file=sys.stderr)
     _show(tuning)
     _write(own.out, tuning, device, own)
+    if not any(outcome.milliseconds for _, outcome in tuning.tried):
+        print("nothing was timed: the table says why", file=sys.stderr)
+        return FAILED
+    if tuning.settings:
+        print(f"{len(tuning.settings)} setting(s) in {own.out}: use them by a further --config {own.out}")
+    else:
+        print(f"no choice is faster than the recipe: {own.out} changes nothing")
     return DONE
+
+
+def _check_out(path: Path) -> None:
+    """Raise InputError unless the path is free, or holds a file that this command wrote."""
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"--out is {path}: its folder does not exist, create it first")
+    if not path.exists():
+        return
+    if not path.is_file() or not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+        raise InputError(f"--out is {path}, which wmse tune did not write: give the name of a new file")
 
 
 def _images_of_a_rank(config: Any, ranks: int) -> int:
@@ -115,7 +140,7 @@ def _write(path: Path, tuning: Tuning, device: Any, own: argparse.Namespace) -> 
     found = provenance(device)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
-        f"# Written by wmse tune on {date.today()} for {' '.join(map(str, own.config))} on {own.ranks} rank(s).",
+        f"{HEADER} on {date.today()} for {' '.join(map(str, own.config))} on {own.ranks} rank(s).",
         f"# {found['device']}; {versions}; commit {found['commit']}",
     ]
     # The comments say what was measured for the settings below them.
@@ -132,4 +157,3 @@ def _write(path: Path, tuning: Tuning, device: Any, own: argparse.Namespace) -> 
         place = content.setdefault(section, {}) if section else content
         place[name] = read_value(value)
     write_text(path, "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False))
-    print(f"{len(tuning.settings)} setting(s) in {path}: use it by a further --config {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,8 +20,8 @@ from trainer.tune.choices import Choice, all_choices
 from trainer.tune.measure import Outcome, compare
 
 SHARE = 0.6  # of the time of a choice that is left for timing; building, checking and compiling take the rest
+LOADER_SHARE = 0.7  # of the time of a step; a slower loader is worth tuning
 MOST_OF_THE_REST = 0.5  # of the time that is left, for one choice
-NAN = float("nan")
 Make = Callable[[Mapping[str, str]], Config]
 
 
@@ -30,6 +31,8 @@ class Tuning:
 
     tried: list[tuple[Choice, Outcome]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    step_ms: float = math.nan
+    """Milliseconds of a step with these settings; NaN if no step was timed."""
 
 
 def tune(
@@ -57,9 +60,12 @@ def tune(
             left -= 1
             latest = end - (1 - MOST_OF_THE_REST) * (end - time.monotonic())
             outcome = _try(choice, make, tuning.settings, device, SHARE * seconds, latest, worker)
+            outcome = _only_if_it_matters(choice, outcome, tuning.step_ms)
             tuning.tried.append((choice, outcome))
             if outcome.taken:
                 tuning.settings |= choice.settings
+            if choice.part == "step" and outcome.milliseconds:
+                tuning.step_ms = outcome.milliseconds["after" if outcome.taken else "before"]
 
 
 def _try(
@@ -86,6 +92,17 @@ def _try(
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         return _not_tried(f"failed: {type(error).__name__}: {first_line}")
+
+
+def _only_if_it_matters(choice: Choice, outcome: Outcome, step_ms: float) -> Outcome:
+    """Return the outcome, but do not take a faster loader if the present one is well ahead of the step."""
+    if choice.part != "loader" or not outcome.taken:
+        return outcome
+    before = outcome.milliseconds["before"]
+    if before < LOADER_SHARE * step_ms:
+        why = f"the loader is fast enough: {before:.3g} ms, a step takes {step_ms:.3g} ms"
+        return replace(outcome, taken=False, why=why)
+    return outcome
 
 
 class _Worker:
@@ -133,4 +150,4 @@ class _Worker:
 
 
 def _not_tried(why: str) -> Outcome:
-    return Outcome({}, NAN, False, why)
+    return Outcome({}, math.nan, False, why)
