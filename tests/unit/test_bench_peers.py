@@ -90,9 +90,10 @@ def test_the_options_of_our_loader_have_the_effect_of_their_names(
     monkeypatch.setattr(loaders, "SIZES", (16,))
     monkeypatch.setattr(loaders, "MAX_SIDE", 20)
     result = loaders.compare_options(config, 1.0)
-    assert [views.shape[-1] for views in made.values()] == [32, 16, 32, 32]
-    recipe, _, cached, shrunk = made.values()
+    assert [views.shape[-1] for views in made.values()] == [32, 16, 32, 32, 32]
+    recipe, _, cached, by_torchcodec, shrunk = made.values()
     assert torch.equal(cached, recipe)
+    assert torch.equal(by_torchcodec, recipe)
     assert not torch.equal(shrunk, recipe)
     assert result["decoded_bytes"] == 48 * 40 * 36 * 3
 

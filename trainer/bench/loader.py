@@ -85,13 +85,13 @@ def compare_loaders(loaders: Loaders, views: int, seconds: float, windows: int =
 
     A loader exists only during its windows, so that it cannot work ahead in those of another."""
     # A window warms up its loader itself, so no extra call is needed.
-    timers = {name: _window(start) for name, start in loaders.items()}
+    timers = {name: restarting_window(start) for name, start in loaders.items()}
     samples = interleave(timers, seconds, num_windows=windows, warm_up=False)
     rates = {name: [views / each for each in values] for name, values in samples.items()}
     return {name: {**spread(values), "samples": values} for name, values in rates.items()}
 
 
-def _window(start: Callable[[], Iterator[Any]]) -> Window:
+def restarting_window(start: Callable[[], Iterator[Any]]) -> Window:
     """Return a timer that starts a loader, skips its first batches, and times the batches after them."""
 
     def window(calls: int) -> float:

@@ -1,19 +1,19 @@
-"""The loader of a config, checked by its first batch and timed without what its threads have prepared before."""
+"""The loader of a config, checked by its first batch. Each window starts it anew, so that it cannot work ahead in another's."""
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from trainer.bench.loader import endless_loader
-from trainer.bench.timing import Window, synchronize
+from trainer.bench.loader import endless_loader, restarting_window
+from trainer.bench.timing import Window
 from trainer.config.schema import Config
 from trainer.models.encoder import Normalize
 
 
-def loader_values(config: Config, device: torch.device) -> list[Tensor]:
+def loader_values(config: Config, _: torch.device) -> list[Tensor]:
     """Return the pixels of the first batch, 0 to 255, on the CPU."""
     batches = endless_loader(config)
     views = next(batches).views.cpu()
@@ -22,21 +22,6 @@ def loader_values(config: Config, device: torch.device) -> list[Tensor]:
     return [views.float()]
 
 
-def loader_window(config: Config, device: torch.device) -> Window:
-    """Return the timer of consecutive batches.
-
-    While another loader is timed, the threads of this one fill its queues. A window takes these batches first."""
-    batches = endless_loader(config)
-    waiting = config.data.prefetch_batches + config.data.read_ahead_steps + 1
-
-    def window(calls: int) -> float:
-        for _ in range(waiting):
-            next(batches)
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            next(batches)
-        synchronize(device)
-        return time.perf_counter() - start
-
-    return window
+def loader_window(config: Config, _: torch.device) -> Window:
+    """Return the timer of consecutive batches."""
+    return restarting_window(partial(endless_loader, config))

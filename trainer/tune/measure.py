@@ -86,7 +86,7 @@ def compare(part_name: str, best: Config, choice: Config, device: torch.device, 
         return Outcome({}, float("nan"), True, "the settings so far run out of memory")
     windows = {"before": before, "after": part.window(choice, device)}
     windows["after"](1)  # compile and allocate
-    # A window of a loader begins with batches that are not timed, so there are few windows.
+    # A window of a loader starts it anew, which is not timed, so there are few windows.
     times = interleave(
         windows, seconds, min_calls=MIN_CALLS[device.type], num_windows=LOADER_WINDOWS if part.levels else 0
     )

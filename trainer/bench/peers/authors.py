@@ -27,6 +27,7 @@ from trainer.models.projector import Projector
 from trainer.setup import build_step
 
 WARMUP_STEPS = 3
+QUEUED_STEPS = 6  # whose images the queues of either side may hold while the other side is measured
 WINDOWS = 7
 LEARNING_RATE = 1e-4
 CPU = torch.device("cpu")
@@ -104,10 +105,11 @@ class SeparateViews(nn.Module):
 
 
 def _window(step: Callable[[], Any]) -> Window:
-    """Return the timer of consecutive steps. The first step is not timed, because its images have been waiting."""
+    """Return the timer of consecutive steps. The first ones are not timed, because their images have been waiting."""
 
     def window(calls: int) -> float:
-        step()
+        for _ in range(QUEUED_STEPS):
+            step()
         start = time.perf_counter()
         for _ in range(calls):
             step()

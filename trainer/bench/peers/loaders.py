@@ -79,6 +79,7 @@ def option_loaders(config: Config, shrunk: Path, cache: DecodeCache) -> Loaders:
         "as the recipe": partial(endless_loader, config),
         **small_views,
         "decode_cache_gib": partial(endless_loader, config, cache=cache),
+        "decoder torchcodec": partial(endless_loader, replace(config, data=replace(config.data, decoder="torchcodec"))),
         f"prepare --max_side {MAX_SIDE}": partial(endless_loader, small_files),
     }
 
