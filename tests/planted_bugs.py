@@ -35,12 +35,12 @@ BUGS = {
     "whiten both views jointly": Bug(
         "loss",
         "trainer/losses/wmse_fused.py",
-        "        z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)\n",
-        "        x = x.view(num_views, -1, slice_size, x.shape[-1]).transpose(0, 1).flatten(1, 2).contiguous()\n"
-        "        z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)\n"
-        "        z = z.unflatten(1, (num_views, slice_size)).transpose(0, 1).flatten(0, 1)\n"
-        "        w, ok, min_pivot = (t.repeat(num_views, *[1] * (t.dim() - 1)) for t in (w, ok, min_pivot))\n"
-        "        u = u.repeat(num_views, 1, 1) if u.numel() else u\n",
+        "            z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)\n",
+        "            x = x.view(num_views, -1, slice_size, x.shape[-1]).transpose(0, 1).flatten(1, 2).contiguous()\n"
+        "            z, w, u, ok, min_pivot = torch.ops.wmse.whiten(x, eps, cholesky_float64, backend)\n"
+        "            z = z.unflatten(1, (num_views, slice_size)).transpose(0, 1).flatten(0, 1)\n"
+        "            w, ok, min_pivot = (t.repeat(num_views, *[1] * (t.dim() - 1)) for t in (w, ok, min_pivot))\n"
+        "            u = u.repeat(num_views, 1, 1) if u.numel() else u\n",
     ),
     "the second view has no gradient": Bug(
         "loss",

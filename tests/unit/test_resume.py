@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "views.eval_resize",
     "model.activation_checkpointing",
     "model.activation_memory_budget",
+    "model.batch_norm_backend",
     "max_skipped_steps",
     "wmse.backend",
     "optimizer.backend",

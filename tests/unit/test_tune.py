@@ -48,7 +48,7 @@ def outcome_of(monkeypatch: pytest.MonkeyPatch, part: Part, make: Callable[..., 
     monkeypatch.setitem(PARTS, "toy", part)
     monkeypatch.setattr(run, "all_choices", lambda *_: [THREADS])
     tuning = Tuning()
-    list(tune(make, CPU, 0.01, tuning, in_process=True))
+    list(tune(make, CPU, 0.2, tuning, in_process=True))
     return tuning.tried[0][1], tuning
 
 
@@ -110,7 +110,7 @@ def test_a_choice_that_fails_is_named_and_the_next_ones_are_tried(
     monkeypatch.setitem(PARTS, "toy", toy_part(with_two_threads(5e-4)))
     monkeypatch.setattr(run, "all_choices", lambda *_: [Choice({"data.prefetch_batches": "5"}, "failing"), THREADS])
     tuning = Tuning()
-    list(tune(make, CPU, 0.01, tuning, in_process=True))
+    list(tune(make, CPU, 0.2, tuning, in_process=True))
     (_, failed), (_, taken) = tuning.tried
     assert failed.why == f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
     assert taken.taken
@@ -208,7 +208,7 @@ def test_a_faster_loader_is_not_taken_if_the_step_is_slower_anyway(
     for choices, taken in (([step, loader], False), ([loader], True)):
         monkeypatch.setattr(run, "all_choices", lambda *_, choices=choices: choices)
         tuning = Tuning()
-        list(tune(make, CPU, 0.01, tuning, in_process=True))
+        list(tune(make, CPU, 0.2, tuning, in_process=True))
         outcome = tuning.tried[-1][1]
         assert outcome.taken == taken
     assert tuning.settings == {"data.threads": "2"}
