@@ -1,4 +1,4 @@
-"""Pace of a rank whose device is behind the host, as a GPU is. tests/integration/test_pace_of_runs.py has whole runs on a CPU."""
+"""Pace of a rank whose device is behind the host, as a GPU is. integration/test_pace_of_runs.py has whole runs on a CPU."""
 
 from types import SimpleNamespace
 from typing import Any
