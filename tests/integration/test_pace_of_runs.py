@@ -66,10 +66,10 @@ def test_steps_alone_change_nothing(
 
 
 SLOW = {
-    "read": (0.01, "reader"),
-    "check": (0.01, "checker"),
-    "save": (0.5, "checkpoint"),
-    "host": (0.1, "host"),
+    "read": (0.03, "reader"),
+    "check": (0.03, "checker"),
+    "save": (1.0, "checkpoint"),
+    "host": (0.3, "host"),
 }
 
 
@@ -104,7 +104,7 @@ def test_images_that_readers_decode_for_the_cache_are_the_decoders(
     tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(data: bytes) -> Any:
-        time.sleep(0.01)
+        time.sleep(0.03)
         return decode(data)
 
     monkeypatch.setattr("trainer.data.loader.decode", slow)
@@ -117,7 +117,7 @@ def test_images_that_readers_decode_for_the_cache_are_the_decoders(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "seconds", "cause"), [("forward", 0.2, "slowest"), ("read", 0.02, "reader")])
+@pytest.mark.parametrize(("what", "seconds", "cause"), [("forward", 0.4, "slowest"), ("read", 0.08, "reader")])
 def test_a_slow_rank_is_named(
     what: str, seconds: float, cause: str, tiny_set: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
