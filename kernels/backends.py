@@ -32,6 +32,11 @@ def why_not(backend: str, device_type: str, size: int, in_float64: bool) -> str 
     return None
 
 
+def why_no_kernels(device_type: str) -> str | None:
+    """Return why Triton kernels cannot run on a kind of device, or None if they can. It is worded as in `why_not`."""
+    return why_not("triton", device_type, size=1, in_float64=False)
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
@@ -39,5 +44,5 @@ def _has_triton() -> bool:
 
 def backends_for(device: torch.device) -> tuple[str, ...]:
     """Return the backends that run at full speed on a device, which interpreted kernels do not."""
-    has_kernels = device.type == "cuda" and not why_not("triton", "cuda", 1, False)
+    has_kernels = device.type == "cuda" and not why_no_kernels("cuda")
     return tuple(name for name in BACKENDS if has_kernels or not name.startswith("triton"))

@@ -47,6 +47,7 @@ from trainer.run.trackers import Tracker, open_trackers
 from trainer.run.watchdog import Watchdog
 from trainer.schedule import evaluation_steps, kept_steps
 from trainer.setup import Run, build_fault_counter, build_loader, set_up
+from trainer.step import StepResult
 from trainer.tools.dry_run import describe_run
 
 _LOCK_SECONDS = 120.0  # a file server may keep the lock of a dead node for a while
@@ -168,19 +169,7 @@ def train(
             learning_rate = run.schedule.learning_rate(batch.step)
             # Only rank 0 knows when a save by minutes is due; the step's all-reduce tells the other ranks.
             save_due = ranks.is_first and saves.minutes_due()
-            labels = run.labels(batch.image_ids)
-            with names_nondeterministic():
-                pace.before_step(batch, learning_rate, labels)
-                result = run.step(
-                    batch.views,
-                    batch.step,
-                    learning_rate,
-                    labels=labels,
-                    stop=stop.level,
-                    save=save_due,
-                    delay=pace.delay,
-                )
-                pace.after_step()
+            result = _make_step(run, batch, learning_rate, pace, stop=stop.level, save=save_due)
             sums.add(result, batch.rows_digest)
             step = batch.step + 1
             state.note(step=step, epoch=round(step / run.planner.steps_per_epoch, 3))
@@ -223,6 +212,24 @@ def train(
         watchdog.doing("waits for the last checkpoint to be written", limit=file_seconds)
         _finish_saving(saver)
     return _finish(run, step, stopping if step < run.end_step else GO_ON, state)
+
+
+def _make_step(run: Run, batch: Batch, learning_rate: float, pace: Pace, *, stop: int, save: bool) -> StepResult:
+    """Make a step, which `pace` times. stop, save: what this rank asks the others for."""
+    labels = run.labels(batch.image_ids)
+    with names_nondeterministic():
+        pace.before_step(batch, learning_rate, labels)
+        result = run.step(
+            batch.views,
+            batch.step,
+            learning_rate,
+            labels=labels,
+            stop=stop,
+            save=save,
+            delay=pace.delay,
+        )
+        pace.after_step()
+    return result
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backends import why_not
+from kernels.backends import why_no_kernels
 from tests.gpu.make_set import make_set
 from tests.gpu.part import Line, Task, attempt, main
 from trainer.config.schema import DataConfig, ViewsConfig
@@ -127,7 +127,7 @@ def check_views(task: Task) -> Iterator[Line]:
                 if not mean <= MEAN_BOUND[kind]:
                     line["problem"] = f"differs from the CPU by more than {MEAN_BOUND[kind]} levels in the mean"
                 yield line
-            if why_not("triton", task.device.type, size=1, in_float64=False) is None:
+            if why_no_kernels(task.device.type) is None:
                 yield attempt(f"{name}, kernels", partial(check_kernels, index, recipe, task.device))
         # The same batches must come whether the device is idle or busy.
         first_recipe = next(iter(recipes.values()))

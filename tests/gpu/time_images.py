@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kernels.backends import why_not
+from kernels.backends import why_no_kernels
 from tests.gpu.part import Line, Task, attempt, main, without_waiting
 from tests.gpu.time_step import RECIPE, TINY
 from trainer.bench.end2end import bench_end2end
@@ -42,7 +42,7 @@ def time_images(task: Task) -> Iterator[Line]:
 def loader(config: Config, task: Task) -> Iterator[Line]:
     """Yield the views per second with either backend of the augmentation, and the use of the JPEG engine with DALI's."""
     yield from loader_by_dali(config, task)
-    if why_not("triton", task.device.type, size=1, in_float64=False):
+    if why_no_kernels(task.device.type):
         return
     yield attempt("augmentation", lambda: augmentation(config, task))
     if not task.tiny:  # interpreted kernels take seconds

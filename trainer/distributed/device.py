@@ -92,11 +92,11 @@ def views_dtype(config: Config, device: torch.device) -> torch.dtype | None:
 
     Raises InputError if the kernels cannot run on this device."""
     # Not at the top of the file, because the evaluator imports this module and needs no kernels.
-    from kernels.backends import why_not
+    from kernels.backends import why_no_kernels
 
     if config.data.augment_backend == "dali":
         return None
-    reason = why_not("triton", device.type, size=1, in_float64=False)
+    reason = why_no_kernels(device.type)
     if reason:
         raise InputError(f"data.augment_backend triton {reason}: set data.augment_backend to dali")
     return autocast_dtype(config, device) or torch.float32

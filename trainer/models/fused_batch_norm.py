@@ -22,11 +22,11 @@ from trainer.models.batch_norm import ViewBatchNorm, over_ranks
 
 def check_device(config: ModelConfig, device: torch.device) -> None:
     """Raise InputError if the backend of BatchNorm cannot run on this device."""
-    from kernels.backends import why_not
+    from kernels.backends import why_no_kernels
 
     if config.batch_norm_backend == "torch":
         return
-    reason = why_not("triton", device.type, size=1, in_float64=False)
+    reason = why_no_kernels(device.type)
     if reason:
         raise InputError(f"model.batch_norm_backend {config.batch_norm_backend} {reason}: set it to torch")
 

@@ -23,7 +23,7 @@ METRICS = {
 
 
 class RankPace(NamedTuple):
-    """What a rank knows about the steps since the last logged line. NaN: not known."""
+    """Sums of a rank over the steps since the last logged line. NaN: not known."""
 
     views_per_step: float = 0.0  # of this rank
     steps: float = 0.0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from kernels.backends import why_not
+from kernels.backends import why_no_kernels, why_not
 from trainer.config.schema import Config
 from trainer.distributed.device import autocast_dtype, compiles, memory_gib
 from trainer.tools.memory import estimate_memory
+from trainer.tune.measure import exact
 
 COMPILE_MINUTES = 3.0  # a budget that has room for one more compilation
 AUTOTUNE_MINUTES = 15.0
@@ -89,8 +90,7 @@ def _of_step(config: Config, device: torch.device, minutes: float) -> Iterator[C
 
 def _too_large(config: Config, device: torch.device) -> str:
     """Return why a step in float32, as its check makes it, does not fit the memory of this machine; empty: it does."""
-    exact_config = replace(config, precision="fp32", compile="false")
-    needed = estimate_memory(exact_config, config.data.images_per_step * config.views.num_views, device).total
+    needed = estimate_memory(exact(config), config.data.images_per_step * config.views.num_views, device).total
     _, limit_gib = memory_gib(device)
     needed_gib = needed / 2**30
     if needed_gib <= MEMORY_SHARE * limit_gib:
@@ -117,4 +117,4 @@ def _of_loader(config: Config, device: torch.device) -> Iterator[Choice]:
 
 
 def _needs_kernels(device: torch.device) -> str:
-    return why_not("triton", device.type, size=1, in_float64=False) or ""
+    return why_no_kernels(device.type) or ""

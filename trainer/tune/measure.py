@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found about a choice."""
+    """The result of checking and timing a choice."""
 
     milliseconds: dict[str, float]
     """Medians of "before" and "after"; empty if it was not timed."""

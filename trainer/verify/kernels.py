@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kernels.backends import WHITENINGS, why_not
+from kernels.backends import WHITENINGS, why_no_kernels
 from kernels.whitening import whiten, whiten_with_status
 from trainer.config.schema import OptimizerConfig
 from trainer.optimizer import build_optimizer, update
@@ -59,7 +59,7 @@ def _shown_eps(eps: float) -> str:
 def _require_triton(device: torch.device) -> None:
     """Raise SkipCheck if the Triton kernels cannot run here."""
     # The same test decides which kernels a run may use.
-    reason = why_not("triton", device.type, 1, in_float64=False)
+    reason = why_no_kernels(device.type)
     if reason:
         raise SkipCheck(f"Triton {reason}")
 
